@@ -1,0 +1,69 @@
+"""What a step's batch says about the run: pure functions from columns to named numbers.
+
+Invariant: NaN in a log-probability shows as NaN in the metric; it is never dropped by a maximum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.errors import DataError
+from hybridflow.protocol.data import DataProto
+
+
+def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> dict[str, float]:
+    """How far the rollout's log-probabilities are from the trainer's for the same tokens and weights.
+
+    Args:
+        rollout_log_probs, log_probs: [N] float32, the same tokens in the same order.
+
+    Returns:
+        ``max_diff`` and ``mean_diff`` of |rollout - trainer|, ``mult_prob_error`` = mean exp|d| and ``k3``, the estimate
+        of KL(rollout || trainer). All NaN where any log-probability is NaN.
+    """
+    if rollout_log_probs.shape != log_probs.shape:
+        raise DataError(
+            f"rollout_log_probs has {rollout_log_probs.numel()} tokens, log_probs {log_probs.numel()}: "
+            "both must cover the same response tokens."
+        )
+    if rollout_log_probs.numel() == 0:
+        return {}
+    d = (log_probs.double() - rollout_log_probs.double()).cpu()
+    return {
+        "max_diff": d.abs().max().item(),
+        "mean_diff": d.abs().mean().item(),
+        "mult_prob_error": d.abs().exp().mean().item(),
+        "k3": (d.exp() - 1.0 - d).mean().item(),
+    }
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Metrics of the columns that are there: rewards, responses, entropy, advantages, rollout against trainer."""
+    found: dict[str, float] = {}
+    if "rewards" in batch:
+        rewards = batch["rewards"].double()
+        found["reward/mean"] = rewards.nanmean().item()
+        found["reward/failed"] = rewards.isnan().double().mean().item()
+        found["reward/solved"] = batch["solved"].double().mean().item()
+    if "rewards" in batch and "group_ids" in batch:
+        found["reward/groups_without_signal"] = _constant_groups(batch["rewards"], batch["group_ids"])
+    if "response_mask" in batch:
+        lengths = batch.lengths("response_mask").double()
+        found["response/length"] = lengths.mean().item()
+        found["response/longest"] = lengths.max().item()
+    if "finish_reason" in batch:
+        found["response/cut"] = sum(reason == "length" for reason in batch["finish_reason"]) / len(batch)
+    if "entropy" in batch:
+        found["actor/entropy"] = batch.flat("entropy").double().mean().item()
+    if "rollout_log_probs" in batch and "log_probs" in batch:
+        compared = mismatch(batch.flat("rollout_log_probs"), batch.flat("log_probs"))
+        found |= {f"rollout_vs_trainer/{name}": value for name, value in compared.items()}
+    return found
+
+
+def _constant_groups(rewards: torch.Tensor, groups: torch.Tensor) -> float:
+    """Share of groups whose valid rewards are all equal (they give no gradient)."""
+    labels, index = torch.unique(groups, return_inverse=True)
+    lowest = torch.full((len(labels),), torch.inf).scatter_reduce(0, index, rewards.nan_to_num(torch.inf), "amin")
+    highest = torch.full((len(labels),), -torch.inf).scatter_reduce(0, index, rewards.nan_to_num(-torch.inf), "amax")
+    return (lowest >= highest).double().mean().item()

@@ -1,0 +1,78 @@
+"""What rules are made of: a problem, the facts that rules share, and the list of rules.
+
+A rule is a generator of :class:`Problem`; it is skipped where a field it reads is already known to be wrong, so it may
+rely on that field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hybridflow.config import RoleConfig, RunConfig
+from hybridflow.models.spec import ModelSpec
+from hybridflow.resharding.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a setting, or (``warning``) something that is likely not meant."""
+
+    field: str
+    text: str
+    warning: bool = False
+
+
+class Facts:
+    """A configuration with what several rules derive from it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.run_dir = Path(config.runs_dir) / config.name
+
+    @cached_property
+    def placed(self) -> dict[str, RoleConfig]:
+        return {role: at for role, at in self.config.roles.items() if at is not None}
+
+    @cached_property
+    def rows(self) -> int:
+        return self.config.data.prompts_per_step * self.config.rollout.n
+
+    @cached_property
+    def rows_per_update(self) -> int:
+        return self.config.actor.mini_batch_size or self.rows
+
+    @cached_property
+    def updates(self) -> int:
+        """Optimizer updates of one step."""
+        return self.config.actor.epochs * (self.rows // self.rows_per_update)
+
+    @cached_property
+    def longest(self) -> int:
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_tokens
+
+    def layout(self, role: str) -> ParallelLayout:
+        """The role's layout on its pool; ConfigError where it does not fit."""
+        at = self.placed[role]
+        degrees = {axis: getattr(at.layout, axis) for axis in ("tp", "pp", "cp")}
+        return ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=f"roles.{role}.layout")
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return ModelSpec.from_folder(self.config.model.path)
+
+
+Rule = Callable[[Facts], Iterator[Problem]]
+RULES: list[tuple[Rule, tuple[str, ...]]] = []
+
+
+def rule(*reads: str) -> Callable[[Rule], Rule]:
+    """Register a rule; ``reads`` are fields, or prefixes of fields, whose problems make it pointless."""
+
+    def register(function: Rule) -> Rule:
+        RULES.append((function, reads))
+        return function
+
+    return register

@@ -1,0 +1,113 @@
+"""Rules about the arithmetic of a step: rows, updates, tokens, the schedule, and what each driver needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.config import GRPOConfig, SFTConfig
+
+
+@rule("roles", "pools", "data.prompts_per_step", "rollout.n", "actor.mini_batch_size")
+def batches_divide(facts: Facts) -> Iterator[Problem]:
+    prompts, n, mini = facts.config.data.prompts_per_step, facts.config.rollout.n, facts.config.actor.mini_batch_size
+    product = f"data.prompts_per_step * rollout.n = {prompts} * {n} = {facts.rows} rows"
+    dp = facts.layout("actor").dp
+    # A rollout pads what does not divide; a training update must not.
+    if facts.rows % dp:
+        more = math.ceil(prompts / dp) * dp
+        yield Problem(
+            "data.prompts_per_step",
+            f"{product} do not divide among the {dp} data-parallel ranks of roles.actor. "
+            f"Set data.prompts_per_step to a multiple of {dp}, such as {more}.",
+        )
+    elif mini and facts.rows % mini:
+        fitting = [d for d in range(dp, facts.rows + 1, dp) if facts.rows % d == 0]
+        yield Problem(
+            "actor.mini_batch_size",
+            f"actor.mini_batch_size={mini} does not divide {product}. Set it to one of {', '.join(map(str, fitting))}, "
+            "or to 0 for the whole batch.",
+        )
+    elif mini % dp:
+        yield Problem(
+            "actor.mini_batch_size",
+            f"actor.mini_batch_size={mini} does not divide among the {dp} data-parallel ranks of roles.actor. "
+            f"Set it to a multiple of {dp}, or to 0 for the whole batch.",
+        )
+
+
+@rule("actor.micro_batch_tokens", "rollout")
+def a_row_fits_a_micro_batch(facts: Facts) -> Iterator[Problem]:
+    budget, limits = facts.config.actor.micro_batch_tokens, facts.config.rollout
+    if 0 < budget < facts.longest:
+        yield Problem(
+            "actor.micro_batch_tokens",
+            f"actor.micro_batch_tokens={budget} is less than one row may have: rollout.max_prompt_tokens + "
+            f"rollout.max_tokens = {limits.max_prompt_tokens} + {limits.max_tokens} = {facts.longest}. Raise it to at "
+            f"least {facts.longest}, or set it to 0 to cut by actor.micro_batch_size.",
+        )
+
+
+@rule("actor", "data.prompts_per_step", "rollout.n", "steps")
+def schedule_fits_the_run(facts: Facts) -> Iterator[Problem]:
+    o = facts.config.actor.optimizer
+    total = facts.config.steps * facts.updates
+    here = "actor.optimizer"
+    if o.min_lr > o.lr:
+        yield Problem(f"{here}.min_lr", f"{here}.min_lr={o.min_lr} is above {here}.lr={o.lr}. Lower it.")
+    if o.warmup_steps >= total:
+        yield Problem(
+            f"{here}.warmup_steps",
+            f"{here}.warmup_steps={o.warmup_steps} is no less than the run's {total} updates (steps * updates a step = "
+            f"{facts.config.steps} * {facts.updates}): the learning rate is never constant.",
+            warning=True,
+        )
+    if o.schedule == "constant" and (o.decay_steps or o.min_lr):
+        yield Problem(
+            f"{here}.schedule",
+            f"{here}.schedule='constant' ignores {here}.decay_steps and {here}.min_lr.",
+            warning=True,
+        )
+    elif o.schedule != "constant" and 0 < o.decay_steps <= o.warmup_steps:
+        yield Problem(
+            f"{here}.decay_steps",
+            f"{here}.decay_steps={o.decay_steps} ends the decay before the warm-up of "
+            f"{here}.warmup_steps={o.warmup_steps} does. Raise it, or set it to 0 for the whole run.",
+        )
+
+
+@rule("rollout", "actor.loss")
+def settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
+    config, loss, n = facts.config, facts.config.actor.loss.name, facts.config.rollout.n
+    if isinstance(config, GRPOConfig):
+        if n < 2:
+            yield Problem(
+                "rollout.n",
+                f"rollout.n={n}: GRPO compares
+            the samples of one prompt, so one alone has advantage 0. Set it to 2 or more.", )
+        if config.rollout.sampling.temperature == 0:
+            yield Problem(
+                "rollout.sampling.temperature",
+                "rollout.sampling.temperature=0: all samples of a prompt would be equal, and nothing is learned. Set it "
+                "above 0, such as 1.0. (Evaluation has its own: evaluate.sampling.)",
+            )
+        if loss == "sft":
+            yield Problem("actor.loss.name", "actor.loss.name='sft' ignores advantages; GRPO needs 'ppo'.")
+    if isinstance(config, SFTConfig):
+        if loss != "sft":
+            yield Problem("actor.loss.name", f"actor.loss.name={loss!r}: supervised fine-tuning needs 'sft'.")
+        if n != 1:
+            yield Problem("rollout.n", f"rollout.n={n}: a supervised batch has one answer a prompt. Set it to 1.")
+
+
+@rule("rollout.sampling")
+def truncated_sampling_is_seen(facts: Facts) -> Iterator[Problem]:
+    s = facts.config.rollout.sampling
+    if (s.top_p < 1 or s.top_k > 0) and not isinstance(facts.config, SFTConfig):
+        yield Problem(
+            "rollout.sampling",
+            f"rollout.sampling.top_p={s.top_p}, top_k={s.top_k}: rollouts are drawn from a truncated distribution, while "
+            "the trainer's log_probs are over the full one. Expect a mismatch; top_p=1 and top_k=0 avoid it.",
+            warning=True,
+        )

@@ -1,0 +1,184 @@
+"""Rules about what lies on disk: the model and what it can hold, data, the reward's file, the run's folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.checkpoint import RESUME_MODES, CheckpointStore, resume_from
+from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.placement import MODEL_ROLES
+from hybridflow.checks.values import DTYPE_BYTES
+from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
+from hybridflow.errors import CheckpointError, ModelError, nearest
+
+KV_BLOCK_TOKENS = 32
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@rule()
+def model_folder_is_complete(facts: Facts) -> Iterator[Problem]:
+    model = facts.config.model
+    path = Path(model.path)
+    if not path.is_dir():
+        hint = _how_to_make(model.path)
+        yield Problem("model.path", f"model.path={model.path!r}: no such folder.{hint}")
+        return
+    tokenizer = Path(model.tokenizer_path or model.path)
+    if not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        name = "model.tokenizer_path" if model.tokenizer_path else "model.path"
+        yield Problem(
+            "model.tokenizer_path",
+            f"{name}={str(tokenizer)!r} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            "Set model.tokenizer_path to a folder that has one.",
+        )
+    if not any(path.glob("*.safetensors")):
+        yield Problem(
+            "model.path", f"model.path={model.path!r} holds no *.safetensors. Convert the weights to safetensors."
+        )
+    try:
+        _ = facts.spec
+    except ModelError as error:
+        yield Problem("model.path", f"model.path={model.path!r}: {error}")
+
+
+@rule("model", "rollout")
+def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
+    limits, spec = facts.config.rollout, facts.spec
+    if facts.longest > spec.max_positions:
+        yield Problem(
+            "rollout.max_tokens",
+            f"rollout.max_prompt_tokens + rollout.max_tokens = {limits.max_prompt_tokens} + {limits.max_tokens} = "
+            f"{facts.longest} is more than the model's {spec.max_positions} positions. Lower one of them by "
+            f"{facts.longest - spec.max_positions}.",
+        )
+    unknown = [i for i in limits.stop_token_ids if i >= spec.vocab_size]
+    if unknown:
+        yield Problem(
+            "rollout.stop_token_ids",
+            f"rollout.stop_token_ids={limits.stop_token_ids}: {unknown} are not below the model's vocabulary of "
+            f"{spec.vocab_size} ids.",
+        )
+
+
+@rule("model", "rollout", "roles")
+def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
+    spec, layout = facts.spec, facts.placed["rollout"].layout
+    size = DTYPE_BYTES[facts.config.model.dtype]
+    layers, heads = math.ceil(spec.num_layers / layout.pp), math.ceil(spec.num_kv_heads / layout.tp)
+    a_token = 2 * layers * heads * spec.head_dim * size
+    blocks = math.ceil(facts.longest / KV_BLOCK_TOKENS) + 1  # vLLM keeps one block for itself
+    need = blocks * KV_BLOCK_TOKENS * a_token
+    have = facts.config.rollout.kv_cache_gb * 2**30
+    if need > have:
+        yield Problem(
+            "rollout.kv_cache_gb",
+            f"rollout.kv_cache_gb={facts.config.rollout.kv_cache_gb} ({int(have)} bytes) does not hold one sequence of "
+            f"{facts.longest} tokens: 2 * {layers} layers * {heads} kv heads * {spec.head_dim} * {size} bytes = {a_token} "
+            f"bytes a token, * {blocks * KV_BLOCK_TOKENS} tokens in whole blocks = {need} bytes. Set it to at least "
+            f"{math.ceil(need / 2**30 * 1000) / 1000:g}.",
+        )
+
+
+@rule("model", "roles")
+def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
+    spec = facts.spec
+    for role in MODEL_ROLES:
+        layout = facts.placed[role].layout if role in facts.placed else None
+        if layout is None:
+            continue
+        parts = {
+            "tp": {"attention heads": spec.num_heads, "kv heads": spec.num_kv_heads, "ffn size": spec.ffn_size},
+            "pp": {"layers": spec.num_layers},
+        }
+        for axis, sizes in parts.items():
+            degree = getattr(layout, axis)
+            bad = [f"{size} {name}" for name, size in sizes.items() if size % degree]
+            if bad:
+                common = math.gcd(*sizes.values())
+                fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
+                yield Problem(
+                    f"roles.{role}.layout",
+                    f"roles.{role}.layout.{axis}={degree} does not divide the model's {', '.join(bad)}. Set it to one of "
+                    f"{', '.join(fitting)}.",
+                )
+
+
+@rule()
+def data_exists(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    for path, source in {"data.train": data.train, "data.evaluate": data.evaluate}.items():
+        text = _source_problem(source) if source or path == "data.train" else ""
+        if text:
+            yield Problem(path, f"{path}={source!r}: {text}")
+    if not data.evaluate and data.evaluate_share == 0:
+        if facts.config.evaluate.stop_at:
+            yield Problem(
+                "evaluate.stop_at",
+                f"evaluate.stop_at={facts.config.evaluate.stop_at} needs held-out prompts. Set data.evaluate, or "
+                "data.evaluate_share above 0.",
+            )
+        else:
+            yield Problem("data.evaluate", "nothing is held out, so the run is not evaluated.", warning=True)
+
+
+@rule()
+def reward_function_is_named(facts: Facts) -> Iterator[Problem]:
+    name = facts.config.reward.function
+    where, colon, function = name.rpartition(":")
+    if not (colon and where and function.isidentifier()):
+        yield Problem("reward.function", f"reward.function={name!r}: write package.module:name or path/file.py:name.")
+    elif where.endswith(".py") and not Path(where).is_file():
+        yield Problem("reward.function", f"reward.function={name!r}: there is no file {where}.")
+
+
+@rule("name")
+def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
+    wanted = facts.run_dir
+    at = next(p for p in (wanted, *wanted.absolute().parents) if p.exists())
+    if not at.is_dir():
+        yield Problem(
+            "runs_dir", f"runs_dir/name={str(wanted)!r}: {at} is a file, not a folder. Choose another runs_dir."
+        )
+    elif not os.access(at, os.W_OK | os.X_OK):
+        yield Problem("runs_dir", f"runs_dir/name={str(wanted)!r}: {at} cannot be written to. Choose another runs_dir.")
+
+
+@rule("name", "runs_dir")
+def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
+    store = CheckpointStore(facts.run_dir / "checkpoints", facts.config.checkpoint.keep)
+    resume = facts.config.checkpoint.resume
+    try:
+        resume_from(resume, store, contents=False)
+    except CheckpointError as error:
+        hint = "" if Path(resume).exists() or resume in RESUME_MODES else nearest(resume, RESUME_MODES)
+        yield Problem("checkpoint.resume", f"{error}{hint}")
+
+
+def _source_problem(source: str) -> str:
+    """What is wrong with a data source, as far as names show; ``""`` where it exists."""
+    if source.startswith(REASONING_GYM):
+        if importlib.util.find_spec("reasoning_gym") is None:
+            return "needs the package reasoning-gym: pip install reasoning-gym."
+        return "" if source.removeprefix(REASONING_GYM).strip(" ,") else f"names no task: write {REASONING_GYM}<task>."
+    path = Path(source)
+    if not source:
+        return "give a file, a folder or a task."
+    if "*" in source or path.is_dir():
+        return ""
+    if not path.is_file():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"no such file or folder.{nearest(path.name, beside) if beside else ''}{_how_to_make(source)}"
+    if path.suffix not in EXTENSIONS:
+        return f"unknown extension {path.suffix!r}. Known: {', '.join(EXTENSIONS)}."
+    return ""
+
+
+def _how_to_make(path: str) -> str:
+    """The command that makes an asset which the shipped configs name."""
+    if path.startswith("runs/demo/assets/"):
+        return " Make it with: python -m hybridflow.data.demo --out runs/demo/assets"
+    return " Make it with: make model-smollm2" if path.startswith("models/SmolLM2") else ""

@@ -1,0 +1,96 @@
+"""Rules about where roles stand: pools, layouts, and what this version can place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.errors import ConfigError, nearest
+
+ROLES = ("actor", "rollout", "reference", "reward")
+REQUIRED_ROLES = ("actor", "rollout", "reward")
+MODEL_ROLES = ("actor", "rollout", "reference")
+AVAILABLE_AXES: tuple[str, ...] = ()
+"""Axes of a layout besides dp that the engines offer in this version."""
+
+
+@rule()
+def roles_are_known(facts: Facts) -> Iterator[Problem]:
+    for role in facts.config.roles:
+        if role not in ROLES:
+            yield Problem(f"roles.{role}", f"roles.{role}: there is no role {role!r}.{nearest(role, ROLES)}")
+    for role in REQUIRED_ROLES:
+        if role not in facts.placed:
+            pools = nearest("", facts.config.pools).strip().replace("Known", "Pools")
+            yield Problem(
+                f"roles.{role}", f"roles.{role} is not placed. Give it as roles.{role}={{pool: NAME}}. {pools}"
+            )
+
+
+@rule()
+def pools_exist(facts: Facts) -> Iterator[Problem]:
+    pools = facts.config.pools
+    for role, at in facts.placed.items():
+        if at.pool not in pools:
+            yield Problem(f"roles.{role}", f"roles.{role}.pool={at.pool!r}: no such pool.{nearest(at.pool, pools)}")
+        elif role in MODEL_ROLES and pools[at.pool].kind == "cpu":
+            yield Problem(
+                f"roles.{role}",
+                f"roles.{role}.pool={at.pool!r} has kind 'cpu', whose processes have no device; {role} computes with the "
+                f"model. Give it a pool of kind 'device', or set pools.{at.pool}.kind=device.",
+            )
+    for pool in pools:
+        if pool not in {at.pool for at in facts.placed.values()}:
+            yield Problem(f"pools.{pool}", f"pools.{pool} has no role, so it is not started.", warning=True)
+
+
+@rule("roles", "pools")
+def rollout_shares_the_actors_pool(facts: Facts) -> Iterator[Problem]:
+    actor, rollout = facts.placed["actor"].pool, facts.placed["rollout"].pool
+    if actor != rollout:
+        yield Problem(
+            "roles.rollout",
+            f"roles.rollout.pool={rollout!r} is not the actor's pool {actor!r}: weights do not travel between pools yet. "
+            f"Set roles.rollout.pool={actor}.",
+        )
+
+
+@rule("roles", "pools")
+def layouts_fill_their_pools(facts: Facts) -> Iterator[Problem]:
+    for role in facts.placed:
+        try:
+            facts.layout(role)
+        except ConfigError as error:
+            yield Problem(f"roles.{role}.layout", str(error))
+
+
+@rule("roles", "pools")
+def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
+    for role, at in facts.placed.items():
+        for axis in ("tp", "pp", "cp"):
+            size = getattr(at.layout, axis)
+            if size > 1 and (axis not in AVAILABLE_AXES or role == "reward"):
+                reason = (
+                    "the reward role has no model to split"
+                    if role == "reward"
+                    else "layouts other than data parallel are not available yet"
+                )
+                yield Problem(f"roles.{role}.layout", f"roles.{role}.layout.{axis}={size}: {reason}. Set it to 1.")
+
+
+@rule("roles")
+def reference_is_placed_where_it_is_needed(facts: Facts) -> Iterator[Problem]:
+    coef, placed = facts.config.actor.loss.kl_coef, "reference" in facts.placed
+    if coef > 0 and not placed:
+        yield Problem(
+            "roles.reference",
+            f"actor.loss.kl_coef={coef} measures a KL to the reference, but roles.reference is not placed. "
+            "Use placement=colocate_reference or roles.reference={pool: NAME}, or set actor.loss.kl_coef=0.",
+        )
+    if placed and coef == 0:
+        yield Problem(
+            "roles.reference",
+            "roles.reference is placed, but actor.loss.kl_coef=0 never uses it: it costs memory and a forward a step. "
+            "Set roles.reference=null.",
+            warning=True,
+        )

@@ -1,0 +1,153 @@
+"""Rules about single settings: which numbers and which names they take.
+
+Invariant: every numeric setting of every schema stands in ``RANGES``; a test proves it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.config import RunConfig
+from hybridflow.errors import nearest
+from hybridflow.settings import expand
+from hybridflow.sinks import SINKS
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+# The registries themselves import torch or more; a test holds these against them.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": tuple(DTYPE_BYTES),
+    "pools.*.kind": ("device", "cpu"),
+    "actor.optimizer.schedule": ("constant", "linear", "cosine"),
+    "actor.loss.name": ("ppo", "sft"),
+    "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    "actor.loss.kl_kind": ("k1", "k2", "k3"),
+    "data.long_prompts": ("error", "filter"),
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers a setting may take; NaN and infinity never."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    also: float | None = None
+
+    def __contains__(self, x: float) -> bool:
+        if x == self.also:
+            return True
+        above = self.low < x if self.open_low else self.low <= x
+        below = x < self.high if self.open_high else x <= self.high
+        return above and below and math.isfinite(x)
+
+    def __str__(self) -> str:
+        words = [f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"]
+        if self.high < math.inf:
+            words.append(f"below {self.high:g}" if self.open_high else f"at most {self.high:g}")
+        return " and ".join(words) + (f", or {self.also:g}" if self.also is not None else "")
+
+
+COUNT, NATURAL, POSITIVE, SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
+# vLLM raises temperatures between 0 and 0.01 to 0.01.
+TEMPERATURE, TOP_P = Range(0.01, also=0), Range(0, 1, open_low=True)
+RANGES: dict[str, Range] = {
+    "steps": COUNT,
+    "seed": NATURAL,
+    "pools.*.cores_per_device": NATURAL,
+    "roles.*.layout.tp": COUNT,
+    "roles.*.layout.pp": COUNT,
+    "roles.*.layout.cp": COUNT,
+    "data.evaluate_share": Range(0, 1, open_high=True),
+    "data.prompts_per_step": COUNT,
+    "actor.mini_batch_size": NATURAL,
+    "actor.micro_batch_size": COUNT,
+    "actor.micro_batch_tokens": NATURAL,
+    "actor.epochs": COUNT,
+    "actor.optimizer.lr": POSITIVE,
+    "actor.optimizer.min_lr": NATURAL,
+    "actor.optimizer.beta1": Range(0, 1, open_high=True),
+    "actor.optimizer.beta2": Range(0, 1, open_high=True),
+    "actor.optimizer.eps": POSITIVE,
+    "actor.optimizer.weight_decay": NATURAL,
+    "actor.optimizer.clip_grad": NATURAL,
+    "actor.optimizer.warmup_steps": NATURAL,
+    "actor.optimizer.decay_steps": NATURAL,
+    "actor.loss.clip_low": SHARE,
+    "actor.loss.clip_high": NATURAL,
+    "actor.loss.dual_clip": Range(1, open_low=True, also=0),
+    "actor.loss.entropy_coef": NATURAL,
+    "actor.loss.kl_coef": NATURAL,
+    "rollout.n": COUNT,
+    "rollout.max_prompt_tokens": COUNT,
+    "rollout.max_tokens": COUNT,
+    "rollout.kv_cache_gb": POSITIVE,
+    "rollout.max_sequences": COUNT,
+    "rollout.sampling.temperature": TEMPERATURE,
+    "rollout.sampling.top_p": TOP_P,
+    "rollout.sampling.top_k": NATURAL,
+    "reward.timeout": POSITIVE,
+    "reward.solved_at": Range(-math.inf),
+    "reward.processes": COUNT,
+    "reward.max_failed": SHARE,
+    "evaluate.every": NATURAL,
+    "evaluate.size": NATURAL,
+    "evaluate.n": COUNT,
+    "evaluate.sampling.temperature": TEMPERATURE,
+    "evaluate.sampling.top_p": TOP_P,
+    "evaluate.sampling.top_k": NATURAL,
+    "evaluate.stop_at": SHARE,
+    "checkpoint.every": NATURAL,
+    "checkpoint.keep": NATURAL,
+    "tracking.rollouts_every": NATURAL,
+    "tracking.mismatch_limit": NATURAL,
+    "ray.object_store_gb": POSITIVE,
+    "algorithm.eps": NATURAL,
+}
+
+
+@rule()
+def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
+    for pattern, allowed in RANGES.items():
+        for path, value in _present(facts.config, pattern):
+            if value not in allowed:
+                yield Problem(path, f"{path}={value}: has to be {allowed}.")
+    for path, devices in expand(facts.config, "pools.*.devices"):
+        if not devices or min(devices) < 1:
+            yield Problem(path, f"{path}={devices}: name the devices of each node, such as [2] or [4,4].")
+    for path, ids in expand(facts.config, "rollout.stop_token_ids"):
+        if any(i < 0 for i in ids):
+            yield Problem(path, f"{path}={ids}: token ids have to be at least 0.")
+
+
+@rule()
+def names_are_known(facts: Facts) -> Iterator[Problem]:
+    for pattern, known in CHOICES.items():
+        for path, value in _present(facts.config, pattern):
+            if value not in known:
+                yield Problem(path, f"{path}={value!r} is not known.{nearest(value, known)}")
+    for name in facts.config.tracking.trackers:
+        path = "tracking.trackers"
+        if name not in SINKS:
+            yield Problem(path, f"{path}: {name!r} is not known.{nearest(name, SINKS)}")
+        elif importlib.util.find_spec(SINKS[name].module) is None:
+            yield Problem(path, f"{path}: {SINKS[name].missing()}")
+
+
+@rule()
+def run_name_is_a_folder_name(facts: Facts) -> Iterator[Problem]:
+    name = facts.config.name
+    if name in ("", ".", "..") or "/" in name or name != name.strip():
+        yield Problem("name", f"name={name!r}: has to be the name of one folder, without '/'. Its parent is runs_dir.")
+
+
+def _present(config: RunConfig, pattern: str) -> list[tuple[str, Any]]:
+    """As :func:`expand`; nothing for settings of another driver's schema."""
+    return expand(config, pattern) if hasattr(config, pattern.split(".")[0]) else []

@@ -1,0 +1,333 @@
+"""The schema of every setting: typed dataclasses, set once, that Hydra fills and checks.
+
+A default stands here and nowhere else. A field without a default (``MISSING``) has to be given by the config file or on
+the command line. Cross-field rules live in ``hybridflow/checks.py``, which runs before anything starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Settings:
+    """A dataclass whose fields are set once.
+
+    ``dataclass(frozen=True)`` would say the same, but OmegaConf then refuses to merge a list into it.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"settings do not change during a run: {type(self).__name__}.{name}")
+        super().__setattr__(name, value)
+
+
+@dataclass
+class ModelConfig(Settings):
+    """Which model is trained.
+
+    Attributes:
+        path: local Hugging Face folder (config.json, safetensors, tokenizer).
+        dtype: ``float32`` or ``bfloat16``: parameters of trainer and rollout alike.
+        tokenizer_path: another folder for the tokenizer; empty means ``path``.
+    """
+
+    path: str = MISSING
+    dtype: str = "float32"
+    tokenizer_path: str = ""
+
+
+@dataclass
+class LayoutConfig(Settings):
+    """Parallel degrees of one role; the data-parallel degree is what they leave of the pool."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+
+@dataclass
+class PoolConfig(Settings):
+    """A set of devices.
+
+    Attributes:
+        devices: devices per node, such as ``[4, 4]`` for two nodes of four.
+        kind: ``device`` (GPUs where there are any, else shares of cores) or ``cpu`` (processes without a device).
+        cores_per_device: CPU cores of each device process; 0 shares the machine's cores evenly.
+    """
+
+    devices: list[int] = MISSING
+    kind: str = "device"
+    cores_per_device: float = 0
+
+
+@dataclass
+class RoleConfig(Settings):
+    """Where a role lives."""
+
+    pool: str = MISSING
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+
+
+@dataclass
+class OptimizerConfig(Settings):
+    """AdamW and its schedule.
+
+    Attributes:
+        clip_grad: largest global gradient norm; 0 turns clipping off.
+        warmup_steps: optimizer updates of linear warm-up from 0.
+        schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``min_lr`` at ``decay_steps`` updates.
+        decay_steps: updates over which a linear or cosine schedule decays; 0 means all updates of the run.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    decay_steps: int = 0
+
+
+@dataclass
+class LossConfig(Settings):
+    """The policy's loss (``hybridflow.algorithms.losses``).
+
+    Attributes:
+        name: ``ppo`` or ``sft``.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        dual_clip: lower bound c of the loss for negative advantages (c > 1); 0 turns it off.
+        aggregation: ``token-mean``, ``seq-mean-token-sum``, ``seq-mean-token-mean``.
+        entropy_coef: weight of the entropy bonus.
+        kl_coef: weight of the KL to the reference; above 0 needs the role ``reference``.
+        kl_kind: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL Divergence").
+    """
+
+    name: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    aggregation: str = "token-mean"
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: str = "k3"
+
+
+@dataclass
+class ActorConfig(Settings):
+    """Training of the policy.
+
+    Attributes:
+        mini_batch_size: rows (over all devices) of one optimizer update; 0 means the whole batch.
+        micro_batch_size: rows of one forward on one device.
+        micro_batch_tokens: token budget of one forward on one device; above 0 it replaces ``micro_batch_size``.
+        epochs: passes over each batch.
+        shuffle: order of rows inside a pass: shuffled by the run's seed, or as they came.
+    """
+
+    mini_batch_size: int = 0
+    micro_batch_size: int = 8
+    micro_batch_tokens: int = 0
+    epochs: int = 1
+    shuffle: bool = False
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+
+
+@dataclass
+class SamplingConfig(Settings):
+    """How tokens are drawn. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch truncation off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class RolloutConfig(Settings):
+    """Generation by vLLM.
+
+    Attributes:
+        n: samples per prompt.
+        max_prompt_tokens: longest prompt; see ``data.long_prompts`` for longer ones.
+        max_tokens: longest response.
+        stop_token_ids: ids that end a response besides the model's end-of-sequence ids.
+        kv_cache_gb: memory for keys and values per device, in GiB.
+        max_sequences: most sequences in one engine step.
+        enforce_eager: no compilation of the model.
+    """
+
+    n: int = 8
+    max_prompt_tokens: int = 256
+    max_tokens: int = 256
+    stop_token_ids: list[int] = field(default_factory=list)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    kv_cache_gb: float = 0.5
+    max_sequences: int = 128
+    enforce_eager: bool = True
+
+
+@dataclass
+class RewardConfig(Settings):
+    """How answers are scored.
+
+    Attributes:
+        function: ``package.module:name`` or ``path/file.py:name``; the built-in ones stand in ``hybridflow/rewards``.
+        options: keyword arguments passed to the function at each call.
+        timeout: seconds one answer may take.
+        solved_at: a reward of at least this counts as solved.
+        processes: processes that score per device of the reward's pool.
+        max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
+    """
+
+    function: str = "hybridflow.rewards.verifiers:exact_match"
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout: float = 10.0
+    solved_at: float = 1.0
+    processes: int = 1
+    max_failed: float = 0.5
+
+
+@dataclass
+class DataConfig(Settings):
+    """Where prompts come from.
+
+    Attributes:
+        train: a file (.jsonl, .json, .parquet), a ``datasets`` folder, or ``reasoning_gym:<task>[,<task>]``.
+        evaluate: the same for held-out prompts; empty means a seeded split of ``train``.
+        evaluate_share: share of ``train`` held out where ``evaluate`` is empty.
+        options: settings of a procedural task (passed to its generator), and ``size``.
+        prompts_per_step: prompts of one training step.
+        shuffle: new order in each epoch, by the run's seed.
+        long_prompts: ``error`` or ``filter`` (dropped and counted) for prompts over ``rollout.max_prompt_tokens``.
+        system_prompt: put before rows that have no system message.
+        prompt_key, answer_key: columns of plain files that hold the prompt and the ground truth.
+    """
+
+    train: str = MISSING
+    evaluate: str = ""
+    evaluate_share: float = 0.1
+    options: dict[str, Any] = field(default_factory=dict)
+    prompts_per_step: int = 16
+    shuffle: bool = True
+    long_prompts: str = "error"
+    system_prompt: str = ""
+    prompt_key: str = "prompt"
+    answer_key: str = "ground_truth"
+
+
+@dataclass
+class EvaluateConfig(Settings):
+    """Evaluation on held-out prompts.
+
+    Attributes:
+        every: steps between evaluations; 0 means only at the end.
+        at_start: evaluate before the first step.
+        size: most prompts per evaluation; 0 means all.
+        n: samples per prompt.
+        stop_at: end the run once the evaluated accuracy reaches this; 0 means never.
+    """
+
+    every: int = 0
+    at_start: bool = True
+    size: int = 0
+    n: int = 1
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    stop_at: float = 0.0
+
+
+@dataclass
+class CheckpointConfig(Settings):
+    """Saving and resuming.
+
+    Attributes:
+        every: steps between checkpoints; 0 means only at the end.
+        keep: newest checkpoints kept; 0 keeps all.
+        resume: ``never`` (refuse a run folder that already has a checkpoint), ``auto``, or a checkpoint folder.
+    """
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "never"
+
+
+@dataclass
+class TrackingConfig(Settings):
+    """What a run shows and keeps besides ``metrics.jsonl``.
+
+    Attributes:
+        trackers: any of ``tensorboard``, ``wandb``, ``mlflow``.
+        rollouts_every: steps between dumps of samples to ``rollouts.jsonl``; 0 never.
+        mismatch_limit: largest |rollout - trainer| log-probability that passes without a warning; 0 sets 1e-3 for
+            float32 and 0.5 for bfloat16.
+    """
+
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    project: str = "hybridflow"
+    rollouts_every: int = 1
+    mismatch_limit: float = 0.0
+
+
+@dataclass
+class RayConfig(Settings):
+    """The cluster: empty ``address`` starts Ray on this machine; ``auto`` or ``host:port`` joins a running cluster."""
+
+    address: str = ""
+    object_store_gb: float = 0.5
+
+
+@dataclass
+class AdvantageConfig(Settings):
+    """The advantage estimator of GRPO (``hybridflow.algorithms.advantages``).
+
+    Attributes:
+        normalize_std: divide by the group's standard deviation (false: Dr. GRPO).
+        eps: added to the standard deviation.
+    """
+
+    normalize_std: bool = True
+    eps: float = 1e-6
+
+
+@dataclass
+class RunConfig(Settings):
+    """What every driver has in common.
+
+    Attributes:
+        name: folder of the run inside ``runs_dir``.
+        steps: training steps.
+        seed: of data order, sampling and initialisation.
+    """
+
+    name: str = MISSING
+    runs_dir: str = "runs"
+    steps: int = 100
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    roles: dict[str, RoleConfig | None] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+
+@dataclass
+class SFTConfig(RunConfig):
+    """``examples/sft.py``."""
+
+
+@dataclass
+class GRPOConfig(RunConfig):
+    """``examples/grpo.py``."""
+
+    algorithm: AdvantageConfig = field(default_factory=AdvantageConfig)

@@ -1,0 +1,60 @@
+"""From the placement in YAML to pools and groups.
+
+Where it stands: called by :func:`hybridflow.launch` after the settings were checked. A role that the placement leaves out
+(``roles.reference: null``) is an :class:`AbsentRole`, so a driver's loop needs no ``if``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hybridflow.config import RunConfig
+from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.pool import ResourcePool, build_pools
+from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.layout import ParallelLayout
+
+# Import paths, not classes: what a role needs is imported in its device processes.
+WORKERS = {
+    "actor": "hybridflow.workers.actor:ActorWorker",
+    "rollout": "hybridflow.workers.rollout:RolloutWorker",
+    "reference": "hybridflow.workers.reference:ReferenceWorker",
+    "reward": "hybridflow.workers.reward:RewardWorker",
+}
+# The order in which roles are built on a pool: the rollout finds the actor's engine there.
+ROLE_ORDER = tuple(WORKERS)
+
+
+class AbsentRole:
+    """Stands for a role that is not placed: every method returns an empty batch, and tells so nowhere else."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    def __getattr__(self, method: str) -> Callable[..., DataProto]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *args, **kwargs: DataProto.from_dict()
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def make_pools(config: RunConfig) -> dict[str, ResourcePool]:
+    """The pools that roles use, not started."""
+    used = {role.pool for role in config.roles.values() if role is not None}
+    return build_pools({name: pool for name, pool in config.pools.items() if name in used})
+
+
+def make_groups(
+    config: RunConfig, pools: Mapping[str, ResourcePool], layouts: Mapping[str, ParallelLayout]
+) -> dict[str, WorkerGroup | AbsentRole]:
+    """One group for each role, in the order in which they are to be set up."""
+    groups: dict[str, WorkerGroup | AbsentRole] = {}
+    for role in ROLE_ORDER:
+        placed = config.roles.get(role)
+        if placed is None:
+            groups[role] = AbsentRole(role)
+        else:
+            groups[role] = WorkerGroup(pools[placed.pool], role, WORKERS[role], layouts[role], config)
+    return groups

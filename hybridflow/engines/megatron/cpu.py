@@ -1,0 +1,135 @@
+"""The one place that adapts megatron-core to a machine without CUDA.
+
+megatron-core's parallelism, layers and optimizers are plain PyTorch, but a few modules name ``torch.cuda`` or
+``device="cuda"`` outright. :func:`install` gives every loaded ``megatron.core`` module a thin stand-in for the *name*
+``torch`` that answers those few calls for the CPU; torch itself is not changed, apart from ``Tensor.cuda``, which would
+only raise. On a CUDA machine every function here does nothing.
+
+Invariant: importing this module before any other ``megatron`` import, and calling :func:`install` after modules were
+imported, is all a caller needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hybridflow import platform
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import jit
+
+    # torch.compile would cost tens of seconds in the first steps on a CPU, and modules read the flag at import.
+    if not platform.current().is_cuda:
+        jit.disable_jit_fuser()
+    # Imported before the stand-in is in place: it probes the real torch.cuda at import.
+    import megatron.core.dist_checkpointing.strategies.filesystem_async  # noqa: F401
+
+
+class _Stream:
+    """A stream on a machine without streams: everything is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> bool:
+        return False
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+class _Nvtx:
+    range_push = range_pop = staticmethod(lambda *args, **kwargs: None)
+
+
+def _cuda_namespace() -> types.ModuleType:
+    """``torch.cuda`` for a CPU: the calls megatron-core makes, everything else from the real module."""
+    namespace = types.ModuleType("torch.cuda")
+    answers: dict[str, Any] = {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "nvtx": _Nvtx,
+        "current_device": lambda: torch.device("cpu"),
+        "current_stream": lambda *args, **kwargs: _Stream(),
+        "default_stream": lambda *args, **kwargs: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+        "is_current_stream_capturing": lambda: False,
+        "__getattr__": functools.partial(getattr, torch.cuda),
+    }
+    for name, answer in answers.items():
+        setattr(namespace, name, answer)
+    return namespace
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+@functools.cache
+def _stand_in() -> types.ModuleType:
+    """A module that is ``torch`` but for ``cuda`` and the tensor factories."""
+    module = types.ModuleType("torch")
+    module.__getattr__ = functools.partial(getattr, torch)  # type: ignore[method-assign]
+    module.cuda = _cuda_namespace()  # type: ignore[attr-defined]
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like"):
+        setattr(module, name, _on_cpu(getattr(torch, name)))
+    return module
+
+
+def install() -> None:
+    """Adapt every ``megatron.core`` module loaded so far. Call again after importing more of them."""
+    if platform.current().is_cuda:
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
+            module.torch = _stand_in()  # type: ignore[attr-defined]
+    from megatron.core.tensor_parallel import random as rng
+
+    rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Within the context ``tensor.type()`` says ``torch.cuda.*``, which megatron-core's optimizers compare with."""
+    if platform.current().is_cuda:
+        yield
+        return
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]

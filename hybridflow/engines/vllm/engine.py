@@ -1,0 +1,329 @@
+"""Generation by vLLM inside the calling process: token ids in, token ids and log-probabilities out.
+
+Where it stands: ``workers/rollout.py`` builds one :class:`RolloutEngine` per device process and drives it; weights come
+from the trainer through :meth:`RolloutEngine.parameters`, written in place, followed by
+:meth:`RolloutEngine.weights_changed`. The loop over vLLM's ``add_request`` and ``step`` is here, so nobody else decides
+when a step happens.
+
+Invariants
+- What a request yields depends on its prompt, its seed and the weights: not on the other requests, their order, nor the
+  process's random state, which a call leaves as it was. (Floating-point sums may still differ in the last bit between
+  batch sizes, which can flip a token where two are equally likely.)
+- log_probs are those of the distribution that the token was drawn from: log_softmax(logits / temperature) over the ids
+  below ``valid_vocab``. Greedy tokens (temperature 0) carry log_softmax(logits), as at temperature 1. With ``top_p``
+  below 1 or ``top_k`` above 0 they are renormalised over the kept tokens, which a trainer cannot reproduce.
+- No request outlives a call, whatever is raised in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridflow import platform
+from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.engines.vllm import cpu, environment
+from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.models.spec import ModelSpec
+
+environment.prepare()
+cpu.install()
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402  (after the environment)
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this one; :class:`RolloutEngine` refuses them instead."""
+
+_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate.
+
+    Attributes:
+        prompt_ids: token ids of the prompt.
+        seed: of this response's random draws, 0 <= seed < 2**63.
+        max_tokens: longest response.
+    """
+
+    prompt_ids: Sequence[int]
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    Attributes:
+        token_ids: generated ids, a stop id included.
+        log_probs: of those ids, see the module.
+        finish_reason: ``stop`` (a stop id) or ``length``.
+        weight_version: version of the weights that generated it.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    weight_version: int
+
+
+class RolloutEngine:
+    """A vLLM engine in this process. Building one is collective over the process's torch.distributed world.
+
+    Engines of one world do not run in lockstep: each rank generates what it is asked for. Where torch.distributed is
+    not initialised, a world of this one process is made, and stays.
+
+    Args:
+        folder: Hugging Face folder; ``config.json`` is enough where weights come from a trainer.
+        spec: the same model, read.
+        dtype: of weights, activations and the KV cache.
+        config: limits and memory. ``kv_cache_gb=0`` on a GPU leaves the size to vLLM.
+        valid_vocab: ids at or above are never sampled, and have probability 0 in log_probs.
+        max_model_len: longest prompt plus response, in tokens.
+        load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
+
+    Raises:
+        ConfigError, ModelError: a limit cannot be met, or the model not be run, before anything is built.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        config: RolloutConfig,
+        valid_vocab: int,
+        max_model_len: int,
+        *,
+        load_weights: bool = False,
+    ) -> None:
+        self.spec, self.config, self.max_model_len = spec, config, max_model_len
+        self.valid_vocab = min(valid_vocab, spec.vocab_size)
+        self._stop_token_ids = sorted({*config.stop_token_ids, *spec.eos_token_ids})
+        block_tokens = _BLOCK_TOKENS[platform.current().device_type]
+        self._check_limits(dtype, block_tokens)
+        environment.ensure_world()
+        args = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            load_format="auto" if load_weights else "dummy",
+            use_tqdm_on_load=False,
+            dtype=str(dtype).removeprefix("torch."),
+            distributed_executor_backend="external_launcher",
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_sequences,
+            # On a CPU vLLM 0.32 raises where the prefill of a seeded request is cut in pieces.
+            enable_chunked_prefill=platform.current().is_cuda,
+            max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len + config.max_sequences),
+            kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) or None,
+            block_size=block_tokens,
+            enable_prefix_caching=True,
+            enforce_eager=config.enforce_eager,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            seed=0,
+        )
+        with environment.launched(), cpu.constructing(), _random_state_kept():
+            self._engine = LLMEngine.from_engine_args(args)
+            self._engine.renderer.get_eos_token_id()  # warns once that there is no tokenizer, as wanted
+        # At garbage collection or at exit it would destroy the process's torch.distributed, the trainer's groups too.
+        self._engine.engine_core._finalizer.detach()
+        weakref.finalize(self, gc.unfreeze)  # the other half of its work: vLLM froze the process's objects
+        worker = self._engine.model_executor.driver_worker.worker
+        self._model: torch.nn.Module = worker.model_runner.model
+        if self.valid_vocab < spec.vocab_size:
+            self._mask_vocabulary()
+        self._version: int | None = None
+        if load_weights:
+            self.weights_changed(0)
+
+    def _check_limits(self, dtype: torch.dtype, block_tokens: int) -> None:
+        spec, config = self.spec, self.config
+        cpu.check_head_dim(spec.head_dim)
+        if self.max_model_len > spec.max_positions:
+            raise ConfigError(
+                f"prompt and response of up to {self.max_model_len} tokens (rollout.max_prompt_tokens + "
+                f"rollout.max_tokens = {config.max_prompt_tokens} + {config.max_tokens}) exceed the model's "
+                f"{spec.max_positions} positions. Lower one of the two."
+            )
+        if config.kv_cache_gb <= 0 and not platform.current().is_cuda:
+            raise ConfigError(f"rollout.kv_cache_gb={config.kv_cache_gb}: on a CPU give a size above 0, in GiB.")
+        blocks = math.ceil(self.max_model_len / block_tokens)
+        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        # One block more than a sequence fills: vLLM keeps one for itself.
+        needed = (blocks + 1) * block_tokens * per_token
+        if 0 < config.kv_cache_gb * 2**30 < needed:
+            raise ConfigError(
+                f"rollout.kv_cache_gb={config.kv_cache_gb} cannot hold one sequence of {self.max_model_len} tokens: "
+                f"{blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {spec.num_kv_heads} "
+                f"KV heads * {spec.head_dim} * {dtype.itemsize} bytes) = {needed} bytes. Set rollout.kv_cache_gb to at "
+                f"least {needed / 2**30:.3f}, or lower rollout.max_prompt_tokens or rollout.max_tokens."
+            )
+
+    def _mask_vocabulary(self) -> None:
+        """Ids that no tokenizer produces get logit -inf before anything else reads the logits."""
+        compute_logits, valid = self._model.compute_logits, self.valid_vocab
+
+        def masked(*args: object, **kwargs: object) -> torch.Tensor | None:
+            logits = compute_logits(*args, **kwargs)
+            if logits is not None:
+                logits[..., valid:] = float("-inf")
+            return logits
+
+        self._model.compute_logits = masked
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The live parameters by vLLM's names. Write into them in place, then call :meth:`weights_changed`."""
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    @property
+    def weight_version(self) -> int | None:
+        """Version of the weights; None before there are any."""
+        return self._version
+
+    def weights_changed(self, version: int) -> None:
+        """Drop keys and values that other weights computed, and stamp what is generated from now on.
+
+        Raises:
+            RuntimeError: where vLLM did not drop its prefix cache.
+        """
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(
+                f"vLLM refused to drop its prefix cache for weight version {version}: a request still holds blocks "
+                f"({self._engine.get_num_unfinished_requests()} unfinished requests)."
+            )
+        self._engine.set_weight_version(str(version))
+        self._version = version
+
+    def close(self) -> None:
+        """Give back weights and KV cache; the engine is of no use afterwards. Process groups stay."""
+        self._engine.model_executor.shutdown()
+        self._version = None
+        del self._engine, self._model
+        platform.current().release_cache()
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
+        """Generate one response per request.
+
+        Args:
+            requests: any number; at most ``rollout.max_sequences`` run at once.
+            sampling: temperature (0 is greedy), top_p, top_k of all of them.
+
+        Returns:
+            Completions in the order of the requests.
+
+        Raises:
+            DataError: a prompt is empty, too long, or has an id outside of the vocabulary; nothing has been generated.
+            ModelError: the weights yield log-probabilities that are not finite.
+        """
+        self._check(requests, sampling)
+        completions: list[Completion | None] = [None] * len(requests)
+        # vLLM's CPU sampler draws from the process's generator, even where every request has its own.
+        with torch.random.fork_rng(devices=[]), self._aborting(len(requests)):
+            for index, request in enumerate(requests):
+                prompt = tokens_input(list(request.prompt_ids))
+                self._engine.add_request(str(index), prompt, self._params(request, sampling))
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    completions[int(output.request_id)] = self._completion(output)
+        missing = [i for i, completion in enumerate(completions) if completion is None]
+        if missing:
+            raise RuntimeError(
+                f"vLLM lost {len(missing)} of {len(requests)} requests, the first is request {missing[0]}."
+            )
+        return completions  # type: ignore[return-value]
+
+    def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        if self._version is None:
+            raise RuntimeError("the engine has no weights yet: write into parameters(), then call weights_changed().")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
+            raise ConfigError(
+                f"sampling.temperature={sampling.temperature}: vLLM would raise it to {MIN_TEMPERATURE}. "
+                f"Give 0 (greedy) or at least {MIN_TEMPERATURE}."
+            )
+        limit, setting = min(
+            (self.config.max_prompt_tokens, f"rollout.max_prompt_tokens={self.config.max_prompt_tokens}"),
+            (self.max_model_len - 1, f"one less than the engine's max_model_len={self.max_model_len}"),
+        )
+        for index, request in enumerate(requests):
+            length = len(request.prompt_ids)
+            if not 0 < length <= limit:
+                raise DataError(
+                    f"prompt {index} has {length} tokens; allowed are 1 to {limit} ({setting}). Nothing was cut. "
+                    f"Raise the setting, or drop such prompts with data.long_prompts=filter."
+                )
+            if request.max_tokens < 1:
+                raise DataError(f"request {index}: max_tokens={request.max_tokens}, it has to be at least 1.")
+            low, high = min(request.prompt_ids), max(request.prompt_ids)
+            if low < 0 or high >= self.spec.vocab_size:
+                raise DataError(
+                    f"prompt {index} has the token id {low if low < 0 else high}, outside of the model's vocabulary of "
+                    f"{self.spec.vocab_size} ids. Is this tokenizer the model's?"
+                )
+
+    def _params(self, request: Request, sampling: SamplingConfig) -> SamplingParams:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=self._stop_token_ids,
+            logprobs=0,  # of the drawn token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        [answer] = output.outputs
+        token_ids, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
+        if len(token_ids) != len(log_probs):
+            raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probabilities.")
+        if not math.isfinite(sum(log_probs)):
+            bad = next(t for t, log_prob in enumerate(log_probs) if not math.isfinite(log_prob))
+            raise ModelError(
+                f"request {output.request_id}: the log-probability of response token {bad} is {log_probs[bad]}: the "
+                f"weights of version {self._version} are not finite or overflow. Look at the last update's loss and "
+                f"grad_norm."
+            )
+        # The oldest weights that had a part in it.
+        version = min(int(span.version) for span in answer.weight_versions)
+        return Completion(token_ids, log_probs, answer.finish_reason, version)
+
+    @contextlib.contextmanager
+    def _aborting(self, count: int) -> Iterator[None]:
+        """Where the block raises, take its requests out of the engine, so that the next call starts clean."""
+        try:
+            yield
+        except BaseException:
+            self._engine.abort_request([str(index) for index in range(count)])
+            raise
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """vLLM seeds Python's, NumPy's and torch's generators of the process; give them back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

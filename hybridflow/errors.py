@@ -1,0 +1,73 @@
+"""Every error a user can meet, in one place.
+
+A message names the field or key, the value, the rule and the fix. All classes here pickle, because errors raised in a
+device process travel back to the driver through Ray: an exception keeps the arguments it was built from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HybridFlowError(Exception):
+    """Base of every error raised on purpose by HybridFlow."""
+
+
+class ConfigError(HybridFlowError, ValueError):
+    """A setting is wrong: raised before anything expensive starts."""
+
+
+class DataError(HybridFlowError, ValueError):
+    """A batch, a column or a data row breaks its contract."""
+
+
+class ModelError(HybridFlowError, ValueError):
+    """A checkpoint or a tokenizer cannot be used as asked."""
+
+
+class CheckpointError(HybridFlowError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class PlacementError(HybridFlowError, RuntimeError):
+    """The cluster cannot hold what the placement asks for."""
+
+
+class RewardError(HybridFlowError, RuntimeError):
+    """A reward function cannot be used at all (a single failing answer is counted, not raised)."""
+
+
+class WorkerError(HybridFlowError, RuntimeError):
+    """A method of a role raised in a device process.
+
+    Args:
+        role: name of the role, such as ``"actor"``.
+        rank: rank of the device process in its pool.
+        method: the method that was called.
+        step: training step of the run, or None outside of a step.
+        cause: one line, ``TypeName: message``.
+        traceback: the worker's own traceback as text.
+    """
+
+    def __init__(self, role: str, rank: int, method: str, step: int | None, cause: str, traceback: str = "") -> None:
+        super().__init__(role, rank, method, step, cause, traceback)
+        self.role, self.rank, self.method, self.step = role, rank, method, step
+        self.cause, self.traceback = cause, traceback
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" in step {self.step}"
+        text = f"{self.role}.{self.method} failed on rank {self.rank}{where}: {self.cause}"
+        return f"{text}\n\n--- traceback of {self.role} rank {self.rank} ---\n{self.traceback}" if self.traceback else text
+
+
+class WorkerDiedError(WorkerError):
+    """The device process that hosts a role is gone (killed, out of memory, node lost)."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say what the user may have meant: ``" Did you mean 'lr'? Known: lr, betas."``."""
+    names = sorted(str(k) for k in known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(names) or '(none)'}."

@@ -1,0 +1,239 @@
+"""What a Hugging Face folder's config.json says about a decoder, as one frozen value.
+
+Every table, engine and planner starts from a :class:`ModelSpec`, so a model is described once. Pure: reads JSON,
+imports neither torch nor transformers.
+
+Invariant: a spec that exists describes a model that trainer and rollout compute alike. What one of them would
+ignore (a sliding window in use, an unknown rope type, quantised weights) is a ModelError here, not a silent difference.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import ModelError, nearest
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where one architecture differs from plain Llama.
+
+    Attributes:
+        qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
+        qk_norm: RMSNorm over each head of q and k.
+        head_dim: width of a head where the config has no ``head_dim``; None means hidden_size / num_heads.
+        own_head_dim: whether ``head_dim`` may differ from hidden_size / num_heads.
+        rope_theta: base where the config names none; None makes it required, because engines disagree on the default.
+    """
+
+    qkv_bias: bool | str
+    o_bias: bool | str
+    mlp_bias: bool | str
+    qk_norm: bool
+    head_dim: int | None
+    own_head_dim: bool
+    rope_theta: float | None
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("attention_bias", "attention_bias", "mlp_bias", False, None, True, 10000.0),
+    "qwen2": Architecture(True, False, False, False, None, False, None),
+    "qwen3": Architecture("attention_bias", "attention_bias", False, True, 128, True, None),
+}
+
+# The constants of "llama3" scaling that megatron-core builds in; the factor is free.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        architecture: key of ``ARCHITECTURES``.
+        ffn_size: hidden width of the MLP.
+        rope_scaling: None, or ``{"rope_type": "llama3", "factor": ..., ...}``.
+        tied: the output layer is the embedding; the checkpoint then has no ``lm_head.weight``.
+        qkv_bias, o_bias, mlp_bias: which linear layers carry a bias.
+        eos_token_ids: ids that end a text, from generation_config.json where it names any, else from config.json.
+        raw: config.json as read.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rms_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(hash=False)
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    raw: dict[str, Any] = field(hash=False, compare=False, repr=False)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelSpec:
+        """Read ``config.json`` (and the end-of-text ids of ``generation_config.json``) of a Hugging Face folder.
+
+        Raises:
+            ModelError: the folder or a key is missing, or the model uses something unsupported; names file, key, value.
+        """
+        folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder}: no config.json there. Give a local Hugging Face model folder.")
+        config = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_config(
+            config, read_json(generation) if generation.is_file() else None, where=str(folder / "config.json")
+        )
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], generation: dict[str, Any] | None = None, where: str = "config"
+    ) -> ModelSpec:
+        """The spec of a config as a dict, in the keys of transformers 4 or 5; see :meth:`from_folder`."""
+        read = _Reader(config, where)
+        name, architecture = read.architecture()
+        read.refuse_unsupported()
+        hidden_size, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
+        num_kv_heads = read.size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            heads = f"num_attention_heads={num_heads}"
+            raise ModelError(f"{where}: {heads} is no multiple of num_key_value_heads={num_kv_heads}.")
+        rope_theta, rope_scaling = read.rope(architecture)
+        return cls(
+            architecture=name,
+            num_layers=read.size("num_hidden_layers"),
+            hidden_size=hidden_size,
+            ffn_size=read.size("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=read.head_dim(architecture, hidden_size, num_heads),
+            vocab_size=read.size("vocab_size"),
+            max_positions=read.size("max_position_embeddings"),
+            rms_eps=read.number("rms_norm_eps"),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=read.flag(architecture.qkv_bias),
+            o_bias=read.flag(architecture.o_bias),
+            mlp_bias=read.flag(architecture.mlp_bias),
+            qk_norm=architecture.qk_norm,
+            eos_token_ids=_ids((generation or {}).get("eos_token_id")) or _ids(config.get("eos_token_id")),
+            pad_token_id=config.get("pad_token_id"),
+            raw=config,
+        )
+
+
+class _Reader:
+    """Typed access to a config whose errors name the file, the key and the value."""
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+
+    def architecture(self) -> tuple[str, Architecture]:
+        name = self.config.get("model_type")
+        if name not in ARCHITECTURES:
+            raise ModelError(f"{self.where}: model_type={name!r} is not supported.{nearest(str(name), ARCHITECTURES)}")
+        return name, ARCHITECTURES[name]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.config.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.where}: {key} is missing.{nearest(key, self.config)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ModelError(f"{self.where}: {key}={value!r} has to be a number above 0.")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default)
+        if not isinstance(value, int):
+            raise ModelError(f"{self.where}: {key}={value!r} has to be an integer above 0.")
+        return value
+
+    def flag(self, key: bool | str) -> bool:
+        return key if isinstance(key, bool) else bool(self.config.get(key, False))
+
+    def head_dim(self, architecture: Architecture, hidden_size: int, num_heads: int) -> int:
+        even = hidden_size / num_heads
+        value = self.config.get("head_dim") or architecture.head_dim or even
+        if value != int(value) or (value != even and not architecture.own_head_dim):
+            raise ModelError(
+                f"{self.where}: head_dim={value} with hidden_size={hidden_size} and num_attention_heads={num_heads}: "
+                f"{self.config['model_type']} needs head_dim = hidden_size / num_attention_heads, an integer."
+            )
+        return self.size("head_dim", int(value))
+
+    def rope(self, architecture: Architecture) -> tuple[float, dict[str, Any] | None]:
+        """Base and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (4)."""
+        key = "rope_parameters" if self.config.get("rope_parameters") else "rope_scaling"
+        rope = dict(self.config.get(key) or {})
+        theta = rope.pop("rope_theta", None) or self.config.get("rope_theta") or architecture.rope_theta
+        if theta is None:
+            raise ModelError(f"{self.where}: rope_theta is missing, at the top or inside rope_parameters; add it.")
+        kind = rope.pop("rope_type", None) or rope.pop("type", "default")
+        rope.pop("type", None)
+        share = rope.pop("partial_rotary_factor", self.config.get("partial_rotary_factor", 1.0))
+        if share != 1.0:
+            raise ModelError(f"{self.where}: partial_rotary_factor={share} is not supported: only 1.0 is.")
+        if kind == "default":
+            if rope:
+                raise ModelError(f"{self.where}: {key}={rope} has keys that rope type 'default' does not know.")
+            return float(theta), None
+        if kind != "llama3":
+            raise ModelError(f"{self.where}: {key}.rope_type={kind!r} is not supported: 'default' and 'llama3' are.")
+        for name, supported in LLAMA3_ROPE.items():
+            if rope.get(name) != supported:
+                found = f"{key}.{name}={rope.get(name)!r}"
+                raise ModelError(f"{self.where}: {found} is not supported: only {supported} is.")
+        if not isinstance(rope.get("factor"), (int, float)) or rope["factor"] < 1:
+            raise ModelError(f"{self.where}: {key}.factor={rope.get('factor')!r} has to be a number of at least 1.")
+        return float(theta), {"rope_type": kind, **rope}
+
+    def refuse_unsupported(self) -> None:
+        """Refuse what one engine or the other would ignore."""
+        activation = self.config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ModelError(f"{self.where}: hidden_act={activation!r} is not supported: only 'silu' is.")
+        if self.config.get("quantization_config"):
+            raise ModelError(f"{self.where}: quantization_config is set: dequantise the weights to train them.")
+        if self.config.get("is_causal") is False:
+            raise ModelError(f"{self.where}: is_causal=False is not supported: attention is causal.")
+        kinds = set(self.config.get("layer_types") or ()) - {"full_attention"}
+        if kinds:
+            raise ModelError(f"{self.where}: layer_types holds {sorted(kinds)}: only 'full_attention' is supported.")
+        windowed = self.config.get("use_sliding_window") and self.config.get("sliding_window") is not None
+        first = self.config.get("max_window_layers", 0)
+        if windowed and not self.config.get("layer_types") and first < self.size("num_hidden_layers"):
+            raise ModelError(
+                f"{self.where}: use_sliding_window=True with sliding_window={self.config['sliding_window']} from layer "
+                f"{first} on: only full attention is supported."
+            )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ModelError names the path and the reason."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds a {type(value).__name__}, not a JSON object.")
+    return value
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -1,0 +1,248 @@
+"""Tables: every local parameter of an engine as boxes of Hugging Face tensors. Pure arithmetic.
+
+``megatron_table`` names parameters as ``GPTModel.named_parameters()`` does (local layer spec, separate RMSNorm
+modules), ``vllm_table`` as vLLM's ``model.named_parameters()``, ``hf_table`` as the checkpoint does. Loading, exporting
+and weight synchronisation all follow from these three.
+
+Invariant: the tables of one replica's ranks cover every element of every Hugging Face tensor; each sharded element once
+(norms, row-parallel biases, a tied embedding's copy on the last stage, and replicated kv heads stand more than once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.resharding.boxes import Box, ParameterBoxes, Piece, Ranges, merge, whole
+from hybridflow.resharding.layout import Coordinates, ParallelLayout
+
+VLLM_VOCAB_MULTIPLE = 64
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the checkpoint, by Hugging Face name, in the model's order."""
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linear = {
+        "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, spec.o_bias),
+        "mlp.gate_proj": (ffn, hidden, spec.mlp_bias),
+        "mlp.up_proj": (ffn, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, ffn, spec.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns, bias) in linear.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        for name, size in norms.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
+    shapes[FINAL_NORM] = (hidden,)
+    if not spec.tied:
+        shapes[LM_HEAD] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def padded_vocab_size(spec: ModelSpec, tp: int, multiple: int = 1) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the vocabulary up to a multiple of tp * multiple."""
+    step = tp * multiple
+    return -(-spec.vocab_size // step) * step
+
+
+def megatron_table(
+    spec: ModelSpec, layout: ParallelLayout, at: Coordinates, padded_vocab: int
+) -> dict[str, ParameterBoxes]:
+    """Parameters of one rank of megatron-core's GPTModel.
+
+    Layers are numbered from 0 in each pipeline stage, as in the model. A tied model on several stages holds the
+    embedding twice: on the first stage, and as ``output_layer.weight`` on the last.
+
+    Args:
+        at: the rank's coordinates; only ``tp`` and ``pp`` matter.
+        padded_vocab: see :func:`padded_vocab_size`.
+
+    Raises:
+        ConfigError: a degree does not divide what it splits; names both.
+    """
+    check_megatron(spec, layout, padded_vocab)
+    build = _Builder(spec, layout.tp, at.tp)
+    layers = spec.num_layers // layout.pp
+    if at.pp == 0:
+        build.vocabulary("embedding.word_embeddings.weight", EMBEDDING, padded_vocab)
+    for local in range(layers):
+        ours, hf = f"decoder.layers.{local}.", f"model.layers.{at.pp * layers + local}."
+        build.copy(f"{ours}input_layernorm.weight", f"{hf}input_layernorm.weight")
+        build.rows(f"{ours}self_attention.linear_proj", f"{hf}self_attn.o_proj", spec.o_bias)
+        build.columns(f"{ours}self_attention.linear_qkv", list(build.grouped_qkv(hf)), spec.qkv_bias)
+        if spec.qk_norm:
+            build.copy(f"{ours}self_attention.q_layernorm.weight", f"{hf}self_attn.q_norm.weight")
+            build.copy(f"{ours}self_attention.k_layernorm.weight", f"{hf}self_attn.k_norm.weight")
+        build.copy(f"{ours}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight")
+        build.columns(f"{ours}mlp.linear_fc1", list(build.gate_up(hf)), spec.mlp_bias)
+        build.rows(f"{ours}mlp.linear_fc2", f"{hf}mlp.down_proj", spec.mlp_bias)
+    if at.pp == layout.pp - 1:
+        build.copy("decoder.final_layernorm.weight", FINAL_NORM)
+        if not (spec.tied and layout.pp == 1):
+            build.vocabulary("output_layer.weight", EMBEDDING if spec.tied else LM_HEAD, padded_vocab)
+    return build.table
+
+
+def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBoxes]:
+    """Parameters of one tensor-parallel rank of vLLM's model.
+
+    The vocabulary is padded to a multiple of 64; with fewer kv heads than ranks, each kv head is held by tp / kv heads
+    neighbouring ranks.
+
+    Raises:
+        ConfigError: tp does not divide what it splits; names both.
+        ModelError: vLLM's model lacks a parameter that the checkpoint has.
+    """
+    check_vllm(spec, tp)
+    build = _Builder(spec, tp, tp_rank)
+    padded_vocab = padded_vocab_size(spec, 1, VLLM_VOCAB_MULTIPLE)
+    build.vocabulary(EMBEDDING, EMBEDDING, padded_vocab)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        build.columns(f"{prefix}self_attn.qkv_proj", list(build.stacked_qkv(prefix)), spec.qkv_bias)
+        build.rows(f"{prefix}self_attn.o_proj", f"{prefix}self_attn.o_proj", spec.o_bias)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        for norm in norms + ["self_attn.q_norm", "self_attn.k_norm"] * spec.qk_norm:
+            build.copy(f"{prefix}{norm}.weight", f"{prefix}{norm}.weight")
+        build.columns(f"{prefix}mlp.gate_up_proj", list(build.gate_up(prefix)), spec.mlp_bias)
+        build.rows(f"{prefix}mlp.down_proj", f"{prefix}mlp.down_proj", spec.mlp_bias)
+    build.copy(FINAL_NORM, FINAL_NORM)
+    if not spec.tied:
+        build.vocabulary(LM_HEAD, LM_HEAD, padded_vocab)
+    return build.table
+
+
+def check_megatron(spec: ModelSpec, layout: ParallelLayout, padded_vocab: int) -> None:
+    """Refuse a training layout that does not divide the model; ConfigError names both numbers."""
+    if spec.num_layers % layout.pp:
+        raise ConfigError(
+            f"layout.pp={layout.pp} does not divide the model's num_layers={spec.num_layers}: every stage holds the "
+            f"same number of layers. Choose a pp that divides {spec.num_layers}."
+        )
+    if spec.num_kv_heads < layout.tp:
+        raise ConfigError(
+            f"layout.tp={layout.tp} is larger than the model's num_kv_heads={spec.num_kv_heads}: each rank needs "
+            f"whole kv heads. Choose tp <= {spec.num_kv_heads}."
+        )
+    _check_divides(
+        layout.tp,
+        "layout.tp",
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        ffn_size=spec.ffn_size,
+        padded_vocab=padded_vocab,
+    )
+    if padded_vocab < spec.vocab_size:
+        raise ConfigError(f"padded_vocab={padded_vocab} is smaller than the model's vocab_size={spec.vocab_size}.")
+
+
+def check_vllm(spec: ModelSpec, tp: int) -> None:
+    """Refuse a rollout layout that does not divide the model (ConfigError), or a model vLLM lacks (ModelError)."""
+    padded_vocab = padded_vocab_size(spec, 1, VLLM_VOCAB_MULTIPLE)
+    _check_divides(tp, "rollout tp", num_heads=spec.num_heads, ffn_size=spec.ffn_size, padded_vocab=padded_vocab)
+    if tp < spec.num_kv_heads:
+        _check_divides(tp, "rollout tp", num_kv_heads=spec.num_kv_heads)
+    elif tp % spec.num_kv_heads:
+        raise ConfigError(
+            f"rollout tp={tp} is no multiple of the model's num_kv_heads={spec.num_kv_heads}: with more ranks than kv "
+            f"heads each kv head is held by tp / num_kv_heads ranks. Choose a multiple or a divisor."
+        )
+    if spec.architecture == "qwen3" and spec.o_bias:
+        raise ModelError("attention_bias=True: vLLM's qwen3 has no bias on o_proj and would ignore the checkpoint's.")
+
+
+def _check_divides(degree: int, field: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size % degree:
+            raise ConfigError(f"{field}={degree} does not divide the model's {name}={size}: choose a divisor.")
+
+
+# Where rows of Hugging Face tensors go: (tensor without ".weight", first row, rows).
+Rows = tuple[str, int, int]
+
+
+class _Builder:
+    """Collects the parameters of one tensor-parallel rank."""
+
+    def __init__(self, spec: ModelSpec, tp: int, tp_rank: int) -> None:
+        if not 0 <= tp_rank < tp:
+            raise ConfigError(f"tp rank {tp_rank} is outside tp={tp}.")
+        self.spec, self.tp, self.tp_rank = spec, tp, tp_rank
+        self.shapes = hf_table(spec)
+        self.table: dict[str, ParameterBoxes] = {}
+
+    def copy(self, name: str, tensor: str) -> None:
+        """A parameter that every rank holds whole."""
+        shape = self.shapes[tensor]
+        self._add(name, shape, [(tensor, whole(shape), whole(shape))])
+
+    def vocabulary(self, name: str, tensor: str, padded_vocab: int) -> None:
+        """Rows split over ranks after padding; rows past the vocabulary belong to no box."""
+        vocab, hidden = self.shapes[tensor]
+        rows = padded_vocab // self.tp
+        start, stop = self.tp_rank * rows, min((self.tp_rank + 1) * rows, vocab)
+        boxes = [(tensor, ((start, stop), (0, hidden)), ((0, stop - start), (0, hidden)))] if start < stop else []
+        self._add(name, (rows, hidden), boxes)
+
+    def rows(self, name: str, tensor: str, bias: bool) -> None:
+        """A row-parallel linear layer: input columns split over ranks, its bias whole on each."""
+        height, width = self.shapes[f"{tensor}.weight"]
+        local = width // self.tp
+        start = self.tp_rank * local
+        source: Ranges = ((0, height), (start, start + local))
+        self._add(f"{name}.weight", (height, local), [(f"{tensor}.weight", source, whole((height, local)))])
+        if bias:
+            self.copy(f"{name}.bias", f"{tensor}.bias")
+
+    def columns(self, name: str, parts: list[Rows], bias: bool) -> None:
+        """A column-parallel linear layer made of row blocks, one after the other; its bias follows the rows."""
+        for kind in ("weight", "bias") if bias else ("weight",):
+            offset = 0
+            rest = self.shapes[f"{parts[0][0]}.{kind}"][1:]
+            boxes: list[tuple[str, Ranges, Ranges]] = []
+            for tensor, start, size in parts:
+                source: Ranges = ((start, start + size), *whole(rest))
+                boxes.append((f"{tensor}.{kind}", source, ((offset, offset + size), *whole(rest))))
+                offset += size
+            self._add(f"{name}.{kind}", (offset, *rest), boxes)
+
+    def grouped_qkv(self, hf: str) -> Iterator[Rows]:
+        """Megatron's order: for each kv head its queries, then its key, then its value."""
+        spec, groups = self.spec, self.spec.num_kv_heads // self.tp
+        queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+        for group in range(self.tp_rank * groups, (self.tp_rank + 1) * groups):
+            yield f"{hf}self_attn.q_proj", group * queries, queries
+            yield f"{hf}self_attn.k_proj", group * spec.head_dim, spec.head_dim
+            yield f"{hf}self_attn.v_proj", group * spec.head_dim, spec.head_dim
+
+    def stacked_qkv(self, hf: str) -> Iterator[Rows]:
+        """vLLM's order: all queries, all keys, all values of the rank."""
+        spec = self.spec
+        queries = spec.num_heads // self.tp * spec.head_dim
+        heads = max(1, spec.num_kv_heads // self.tp)
+        first = self.tp_rank * spec.num_kv_heads // self.tp
+        yield f"{hf}self_attn.q_proj", self.tp_rank * queries, queries
+        yield f"{hf}self_attn.k_proj", first * spec.head_dim, heads * spec.head_dim
+        yield f"{hf}self_attn.v_proj", first * spec.head_dim, heads * spec.head_dim
+
+    def gate_up(self, hf: str) -> Iterator[Rows]:
+        size = self.spec.ffn_size // self.tp
+        yield f"{hf}mlp.gate_proj", self.tp_rank * size, size
+        yield f"{hf}mlp.up_proj", self.tp_rank * size, size
+
+    def _add(self, name: str, shape: tuple[int, ...], boxes: list[tuple[str, Ranges, Ranges]]) -> None:
+        merged = merge(Piece(*box) for box in boxes)
+        self.table[name] = ParameterBoxes(name, shape, tuple(Box(str(p.key), p.source, p.target) for p in merged))

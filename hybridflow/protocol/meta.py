@@ -1,0 +1,72 @@
+"""How the ``meta_info`` of several DataProtos becomes one: what union and concat do besides columns.
+
+Invariant: nothing is dropped and nothing is chosen in silence: equal values are kept, metrics are all collected, and
+any other difference is an error that names the key and both values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.errors import DataError
+from hybridflow.protocol.columns import same_value
+
+METRICS = "metrics"
+
+
+def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool = False) -> dict[str, Any]:
+    """One dict with the keys of all parts; NaN equals NaN. A key need not be in every part.
+
+    Args:
+        method: name of the operation in error messages.
+        collect_metrics: collect the key ``metrics`` as :func:`merge_metrics` does instead of comparing it.
+
+    Raises:
+        DataError: names the key, both values and both parts where parts differ.
+    """
+    merged: dict[str, Any] = {}
+    source: dict[str, int] = {}
+    for index, part in enumerate(parts):
+        for key, value in part.items():
+            if key == METRICS and collect_metrics:
+                continue
+            if key not in merged:
+                merged[key], source[key] = value, index
+            elif not same_value(merged[key], value):
+                raise DataError(
+                    f"{method}: meta_info[{key!r}] is {short(merged[key])} in part {source[key]} but {short(value)} in "
+                    f"part {index}. Make them equal, or drop the key with select or pop first."
+                )
+    if collect_metrics and any(METRICS in part for part in parts):
+        merged[METRICS] = merge_metrics([part.get(METRICS, {}) for part in parts])
+    return copy.deepcopy(merged)
+
+
+def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """All dicts of all parts in order, each with all names: NaN where a dict lacks a metric.
+
+    A metric that one worker did not report keeps its place, so that ``[m["loss"] for m in metrics]`` is as long as the
+    list and a mean over it is NaN rather than a mean over fewer workers.
+
+    Args:
+        parts: of each worker a dict of metrics or a list of them; one that has none gives a dict of NaN.
+    """
+    dicts: list[Mapping[str, Any]] = []
+    for index, part in enumerate(parts):
+        entries = [part] if isinstance(part, Mapping) else part
+        if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
+            raise DataError(
+                f"concat: meta_info['metrics'] is {short(part)} in part {index}; it must be a dict or a list of dicts."
+            )
+        dicts.extend(entries or [{}])
+    names = dict.fromkeys(name for entry in dicts for name in entry)
+    return [{name: entry.get(name, math.nan) for name in names} for entry in dicts]
+
+
+def short(value: Any, limit: int = 200) -> str:
+    """The value's repr for an error message, cut at ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

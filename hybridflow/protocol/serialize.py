@@ -1,0 +1,157 @@
+"""How tensors of a DataProto become bytes: raw buffers, out of band where the pickler can, and files.
+
+A DataProto pickles itself through :func:`pack`, which wraps every tensor in its columns and in lists, tuples, dicts and
+object arrays below them. A wrapped tensor unpickles as a plain tensor. With pickle protocol 5 and ``buffer_callback``
+(Ray, cloudpickle, :func:`write_file`) the bytes of a contiguous CPU tensor are handed over without a copy, and the
+tensor that comes back reads the receiver's buffer in place.
+
+Invariant: exactly the bytes of the tensor's elements travel, never the rest of its storage, and dtype and shape come
+back as they were. Tensors arrive on the CPU and without autograd history. A tensor read from a read-only buffer (Ray's
+shared memory) must not be written to; ``clone()`` it first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.errors import DataError
+from hybridflow.protocol.jagged import is_jagged, jagged_parts, make_jagged
+
+MAGIC = b"HFDATA01"
+ALIGNMENT = 64
+_NUMBER = 8
+
+
+class PackedTensor:
+    """Stands for a dense or jagged tensor in a pickle; unpickles as the tensor itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if is_jagged(self.tensor):
+            values, offsets = jagged_parts(self.tensor)
+            return make_jagged, (PackedTensor(values), PackedTensor(offsets))
+        tensor = self.tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        buffer = pickle.PickleBuffer(raw) if protocol >= 5 and raw.size else raw.tobytes()
+        return restore_tensor, (buffer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose elements are in a buffer, without a copy."""
+    raw = np.frombuffer(buffer, dtype=np.uint8)
+    # torch.from_numpy and torch.frombuffer warn about read-only memory; DLPack takes it as it is.
+    return torch.from_dlpack(raw).view(getattr(torch, dtype)).reshape(shape)
+
+
+def pack(value: Any) -> Any:
+    """The value with tensors wrapped for the pickler, below lists, tuples, dicts and object arrays.
+
+    Containers without tensors are handed back as they are; a tensor that occurs twice is wrapped once. Tensors inside
+    of other objects are left to those objects.
+    """
+    return _pack(value, {}, set())
+
+
+def _pack(value: Any, packed: dict[int, Any], open_ids: set[int]) -> Any:
+    """``packed`` maps ids to results; ``open_ids`` are of the containers above this value."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        plain = is_jagged(value) or (value.layout == torch.strided and not value.is_nested)
+        return packed.setdefault(id(value), PackedTensor(value)) if plain else value
+    if kind not in (list, tuple, dict, np.ndarray) or (kind is np.ndarray and value.dtype != object):
+        return value
+    if id(value) in packed or id(value) in open_ids:
+        return packed.get(id(value), value)
+    open_ids.add(id(value))
+    cells = list(value.values()) if kind is dict else list(value.flat) if kind is np.ndarray else value
+    inner = [_pack(cell, packed, open_ids) for cell in cells]
+    open_ids.remove(id(value))
+    if all(a is b for a, b in zip(inner, cells, strict=True)):
+        result = value
+    elif kind is dict:
+        result = dict(zip(value, inner, strict=True))
+    elif kind is np.ndarray:
+        result = np.empty(value.shape, dtype=object)
+        for place, cell in enumerate(inner):
+            result.flat[place] = cell
+    else:
+        result = kind(inner)
+    packed[id(value)] = result
+    return result
+
+
+def write_file(path: str | os.PathLike[str], value: Any) -> None:
+    """Write a value: magic, frame lengths, SHA-256, then frames (the pickle and each buffer) at multiples of 64 bytes.
+
+    The file appears under its name only when it is complete.
+    """
+    path = Path(path)
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    frames = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    table = b"".join(n.to_bytes(_NUMBER, "little") for n in (len(frames), *(f.nbytes for f in frames)))
+    digest = hashlib.sha256(table)
+    for frame in frames:
+        digest.update(frame)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(MAGIC + table + digest.digest())
+            for frame in frames:
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                file.write(frame)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """Read what :func:`write_file` wrote. The file is a pickle: read only files you trust.
+
+    Tensors share one buffer of the file's size, and may be written to.
+
+    Raises:
+        DataError: names the file where it is something else, cut short, or changed.
+        FileNotFoundError: where there is none.
+    """
+    content = bytearray(Path(path).stat().st_size)
+    with open(path, "rb") as file:
+        size = file.readinto(content)
+    view = memoryview(content)[:size]
+    if bytes(view[: len(MAGIC)]) != MAGIC:
+        raise DataError(f"{path} is not a DataProto file: it does not start with {MAGIC!r}.")
+    place = len(MAGIC) + _NUMBER
+    num_frames = int.from_bytes(view[len(MAGIC) : place], "little")
+    end = place + num_frames * _NUMBER
+    if end + hashlib.sha256().digest_size > size:
+        raise DataError(f"{path} is damaged: it is cut short at {size} bytes. Write it again.")
+    sizes = [int.from_bytes(view[at : at + _NUMBER], "little") for at in range(place, end, _NUMBER)]
+    digest = hashlib.sha256(view[len(MAGIC) : end])
+    place = end + digest.digest_size
+    expected = bytes(view[end:place])
+    frames = []
+    for frame_size in sizes:
+        place += -place % ALIGNMENT
+        frames.append(view[place : place + frame_size])
+        place += frame_size
+    if place != size:
+        raise DataError(f"{path} is damaged: it has {size} bytes where its table says {place}. Write it again.")
+    for frame in frames:
+        digest.update(frame)
+    if digest.digest() != expected:
+        raise DataError(f"{path} is damaged: its SHA-256 is not the one it was written with. Write it again.")
+    return pickle.loads(frames[0], buffers=frames[1:])

@@ -1,0 +1,110 @@
+"""Rewards of a batch of answers, on plain lists.
+
+Where it stands: between the reward role (:mod:`hybridflow.workers.reward`) and the pool of scoring processes. Invariant: a
+batch gets one reward per answer; an answer that fails has the reward NaN, is not solved, and says why; a batch in which
+too many fail is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.config import RewardConfig
+from hybridflow.errors import RewardError
+from hybridflow.rewards.functions import Outcome
+from hybridflow.rewards.pool import ScorePool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was made of a batch; every list has one entry an answer.
+
+    Attributes:
+        rewards: NaN where an answer could not be scored.
+        solved: whether the answer counts as right.
+        errors: why there is no reward, or None.
+        metrics: ``mean`` and ``solved`` over the scored answers, ``failed`` (a count), ``seconds``, and the mean of each
+            further number that the function reports.
+    """
+
+    rewards: list[float]
+    solved: list[bool]
+    errors: list[str | None]
+    metrics: dict[str, float]
+
+
+class Scorer:
+    """Scores batches by ``reward.function``; starts the scoring processes when it is built.
+
+    Raises:
+        RewardError: where the function cannot be used.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        if not 0 <= config.max_failed <= 1:
+            raise RewardError(f"reward.max_failed={config.max_failed} is a share: choose 0 to 1.")
+        self.config = config
+        self._pool = ScorePool(config.function, config.options, config.timeout, config.processes)
+
+    def score(
+        self, prompts: Sequence[Any], responses: Sequence[str], ground_truth: Sequence[Any], **columns: Sequence[Any]
+    ) -> Scores:
+        """Score answers.
+
+        Args:
+            prompts: conversations.
+            responses: texts of the answers.
+            ground_truth: what to compare with.
+            columns: further columns, offered to the function under their names.
+
+        Raises:
+            RewardError: if more than ``reward.max_failed`` of the answers could not be scored.
+        """
+        start = time.perf_counter()
+        named = {"prompts": prompts, "responses": responses, "ground_truth": ground_truth, **columns}
+        rows = [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
+        outcomes = self._pool.score(rows)
+        self._check_failures(outcomes)
+        solved = [self._is_solved(outcome) for outcome in outcomes]
+        return Scores(
+            rewards=[outcome.reward for outcome in outcomes],
+            solved=solved,
+            errors=[outcome.error for outcome in outcomes],
+            metrics={**_metrics(outcomes, solved), "seconds": time.perf_counter() - start},
+        )
+
+    def close(self) -> None:
+        """End the scoring processes."""
+        self._pool.close()
+
+    def _is_solved(self, outcome: Outcome) -> bool:
+        if outcome.error is not None:
+            return False
+        return outcome.reward >= self.config.solved_at if outcome.solved is None else outcome.solved
+
+    def _check_failures(self, outcomes: Sequence[Outcome]) -> None:
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if len(errors) <= self.config.max_failed * len(outcomes):
+            return
+        counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(errors).most_common(3))
+        raise RewardError(
+            f"{len(errors)} of {len(outcomes)} answers could not be scored by {self.config.function}; reward.max_failed="
+            f"{self.config.max_failed:g} accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
+            f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise reward.timeout or reward.max_failed."
+        )
+
+
+def _metrics(outcomes: Sequence[Outcome], solved: Sequence[bool]) -> dict[str, float]:
+    """Means over the answers that were scored; NaN where there are none."""
+    values: dict[str, list[float]] = defaultdict(list, mean=[], solved=[])
+    for outcome, is_solved in zip(outcomes, solved, strict=True):
+        if outcome.error is None:
+            for name, value in {**outcome.extras, "mean": outcome.reward, "solved": float(is_solved)}.items():
+                values[name].append(value)
+    means = {name: sum(numbers) / len(numbers) if numbers else math.nan for name, numbers in values.items()}
+    return {**means, "failed": float(len(outcomes) - len(values["mean"]))}

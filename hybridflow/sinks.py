@@ -1,0 +1,144 @@
+"""Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow.
+
+Where it stands: :class:`hybridflow.tracking.Tracker` gives each sink every row; a sink never reads. All three work without
+a network. The invariant: importing this module imports none of them, so only the ones a run names have to be installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.config import RunConfig
+
+Row = tuple[int, float, Mapping[str, float]]
+"""Step, seconds since the epoch, metrics."""
+
+
+class Sink(Protocol):
+    """Takes rows in the order of their steps; a later row of the same step adds to it."""
+
+    def log(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One known sink.
+
+    Attributes:
+        module: what has to be importable.
+        install: what to install for it.
+        make: ``(config, run_dir, rows of the resumed run)`` -> the sink.
+    """
+
+    module: str
+    install: str
+    make: Callable[[RunConfig, Path, Iterable[Row]], Sink]
+
+    def missing(self) -> str:
+        return f"{self.module} is not installed. Install it with: pip install {self.install}"
+
+
+class TensorBoard:
+    """Event files in ``<run>/tensorboard``.
+
+    A resumed run's earlier rows are written anew: old event files also hold steps after the checkpoint, and TensorBoard
+    would draw both.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
+        from tensorboard.summary import Writer
+
+        folder = run_dir / "tensorboard"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer = Writer(str(folder))
+        for row in earlier:
+            self.log(row)
+
+    def log(self, row: Row) -> None:
+        step, timestamp, metrics = row
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time=timestamp)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of project ``tracking.project``; ``WANDB_MODE=offline`` keeps it in ``<run>/wandb``.
+
+    Weights & Biases does not take a step twice: of a resumed run it ignores steps it has seen before.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
+        import wandb
+
+        run_id = _kept_id(run_dir / "wandb_id", bool(list(earlier)), lambda: uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project=config.tracking.project,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir),
+            config=dataclasses.asdict(config),  # type: ignore[call-overload]
+        )
+
+    def log(self, row: Row) -> None:
+        step, _, metrics = row
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of experiment ``tracking.project``, in ``<run>/mlflow`` unless ``MLFLOW_TRACKING_URI`` names a server."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
+        import mlflow
+
+        local = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
+        self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
+        experiment = self._client.get_experiment_by_name(config.tracking.project)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(config.tracking.project)
+
+        def create() -> str:
+            return self._client.create_run(number, run_name=config.name).info.run_id
+
+        self._run_id = _kept_id(run_dir / "mlflow_id", bool(list(earlier)), create)
+        if self._client.get_run(self._run_id).info.status != "RUNNING":
+            self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_dict(self._run_id, dataclasses.asdict(config), "config.yaml")  # type: ignore[call-overload]
+
+    def log(self, row: Row) -> None:
+        step, timestamp, metrics = row
+        for name, value in metrics.items():
+            self._client.log_metric(self._run_id, name, value, timestamp=int(timestamp * 1000), step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+SINKS: dict[str, Entry] = {
+    "tensorboard": Entry("tensorboard", "tensorboard", TensorBoard),
+    "wandb": Entry("wandb", "'hybridflow[tracking]'", Wandb),
+    "mlflow": Entry("mlflow", "'hybridflow[tracking]'", MLflow),
+}
+
+
+def _kept_id(path: Path, resumed: bool, create: Callable[[], Any]) -> str:
+    """The id under which a run is known elsewhere: kept in its folder, so that a resumed run goes on under it."""
+    if resumed and path.is_file():
+        return path.read_text("utf-8").strip()
+    value = str(create())
+    path.write_text(value + "\n", "utf-8")
+    return value

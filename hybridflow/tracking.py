@@ -1,0 +1,322 @@
+"""What a run shows and keeps: a progress bar with one line a step, ``metrics.jsonl``, ``rollouts.jsonl``, other trackers.
+
+    <run>/config.yaml      the resolved configuration, itself a config file: --config-dir <run> --config-name config
+    <run>/metrics.jsonl    one JSON object a step, flushed at once
+    <run>/rollouts.jsonl   one JSON object a sample
+
+Where it stands: the last call of a step. Invariants: a step has exactly one row in ``metrics.jsonl``, in the order of the
+steps; after a resume no row of a step that is to come is left in any file. JSON has no NaN: a value that is not finite is
+``null`` in its row, and the row's ``not_finite`` names it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hybridflow import report
+from hybridflow.config import RunConfig
+from hybridflow.errors import DataError
+from hybridflow.sinks import SINKS, Row, Sink
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridflow.checks import Plan
+    from hybridflow.protocol.data import DataProto
+
+log = logging.getLogger(__name__)
+
+MAX_FIELDS = 10
+FIELDS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward/mean", ".3f"),
+    ("solved", "reward/solved", ".2f"),
+    ("accuracy", "evaluate/accuracy", ".3f"),
+    ("loss", "actor/loss", ".4f"),
+    ("entropy", "actor/entropy", ".3f"),
+    ("grad", "actor/grad_norm", ".2f"),
+    ("length", "response/length", ".1f"),
+    ("mismatch", "rollout_vs_trainer/max_diff", ".1e"),
+    ("tokens/s", "throughput/tokens_per_second", ".0f"),
+    ("s", "time/step", ".1f"),
+)
+"""Console fields after the step: label, metric, format. A line shows those that a step has, ``MAX_FIELDS`` in all."""
+
+_MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 0.5}
+_NOT_METRICS = ("step", "timestamp", "not_finite")
+
+
+class Tracker:
+    """Everything a run reports, as a context manager.
+
+    Args:
+        config: the run's configuration; saved as ``config.yaml``.
+        plan: names the run's folder.
+        resumed_step: step of the checkpoint the run continues from; 0 starts the files anew.
+        console: where to print; standard output by default. Without a terminal there are plain lines and no bar.
+    """
+
+    def __init__(self, config: RunConfig, plan: Plan, resumed_step: int = 0, console: Console | None = None) -> None:
+        self.config, self.run_dir = config, Path(plan.run_dir)
+        self.console = console or Console(highlight=False)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, self.run_dir / "config.yaml")
+        self._metrics, self._rollouts = (
+            JsonLines(self.run_dir / name, resumed_step) for name in ("metrics.jsonl", "rollouts.jsonl")
+        )
+        earlier = [] if resumed_step == 0 else list(_rows(self.run_dir / "metrics.jsonl"))
+        self._sinks: list[Sink] = [SINKS[name].make(config, self.run_dir, earlier) for name in config.tracking.trackers]
+        self._bar: Progress | None = None
+        self._first: tuple[int, float] | None = None
+        self._tokenizer: Any = None
+        self.say(f"run folder: {self.run_dir} (configuration: {self.run_dir / 'config.yaml'})")
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, step: int, metrics: Mapping[str, Any], batch: DataProto | None = None, tag: str = "train") -> None:
+        """Report a step; a second call for the step adds to its row.
+
+        Args:
+            step: from 1; 0 is before training.
+            metrics: names to numbers.
+            batch: the step's samples, dumped by ``tracking.rollouts_every``.
+            tag: goes into the samples' rows: ``train`` or ``evaluate``.
+
+        Raises:
+            DataError: for a value that is no number, or a step before the last one.
+        """
+        found = {name: _number(name, value) for name, value in metrics.items()}
+        now = time.time()
+        self._metrics.write_step(step, as_json_row(found, now))
+        for sink in self._sinks:
+            sink.log((step, now, found))
+        self._show(step, found)
+        self._warn_of_mismatch(step, found)
+        every = self.config.tracking.rollouts_every
+        if batch is not None and every and step % every == 0:
+            self.log_rollouts(step, batch, tag)
+
+    def log_rollouts(self, step: int, batch: DataProto, tag: str = "train") -> None:
+        """Write each row of a batch to ``rollouts.jsonl``; columns that the batch lacks are left out."""
+        if self._tokenizer is None:
+            from hybridflow.models.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self.config.model.tokenizer_path or self.config.model.path)
+        for row in rollout_rows(batch, self._tokenizer):
+            self._rollouts.append({"step": step, "tag": tag, **row})
+        self._rollouts.flush()
+
+    def say(self, text: str) -> None:
+        """Print above the progress bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def finish(self) -> None:
+        """Stop the bar, draw the plot and print the summary of the run."""
+        self._stop_bar()
+        for line in report.conclude(self.run_dir):
+            self.say(line)
+
+    def close(self) -> None:
+        """Close all files; safe to call twice."""
+        self._stop_bar()
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+        self._metrics.close()
+        self._rollouts.close()
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        total = self.config.steps
+        # The first report is the clock's zero: a resumed run has not spent the earlier steps' time.
+        self._first = self._first or (step, time.monotonic())
+        line = console_line(step, total, metrics)
+        if not self.console.is_terminal:
+            done, left = step - self._first[0], total - step
+            if done > 0 and left > 0:
+                line += f"  eta {_duration((time.monotonic() - self._first[1]) / done * left)}"
+            return self.say(line)
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            remaining = TimeRemainingColumn()
+            self._bar = Progress(*columns, remaining, console=self.console, speed_estimate_period=3600)
+            self._bar.add_task(self.config.name, total=total, completed=step)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=step)
+        self.say(line)
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _warn_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
+        limit = self.config.tracking.mismatch_limit or _MISMATCH_LIMITS[self.config.model.dtype]
+        found = metrics.get("rollout_vs_trainer/max_diff")
+        if found is not None and not found <= limit:  # NaN is a mismatch
+            self.say(
+                f"warning: step {step}: the rollout's log_probs differ from the trainer's by up to {found:.3g}, more than "
+                f"{limit:g} (tracking.mismatch_limit)."
+            )
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with the ``step`` it belongs to, in the order of steps.
+
+    Args:
+        path: the file.
+        resumed_step: what is there is kept up to this step (a torn last line is dropped); 0 empties the file.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        had_rows = path.is_file() and path.stat().st_size > 0
+        if had_rows and not resumed_step:
+            log.warning("%s of an earlier run is replaced.", path)
+        self._file = path.open("r+b" if had_rows else "w+b")
+        end, self._last, self._last_at = self._position_after(resumed_step)
+        self._file.seek(end)
+        self._file.truncate()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row))
+
+    def write_step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append the row of a step, or add to the last row where it is of the same step."""
+        if self._last and step < self._last["step"]:
+            raise DataError(
+                f"{self.path}: step {step} is reported after step {self._last['step']}: steps do not go back."
+            )
+        if self._last and step == self._last["step"]:
+            names = [*self._last.get("not_finite", ()), *row.get("not_finite", ())]
+            row = {**self._last, **row} | ({"not_finite": names} if names else {})
+            self._file.seek(self._last_at)
+        else:
+            row = {"step": step, **row}
+            self._last_at = self._file.tell()
+        self._last = dict(row)
+        self._file.write(_line(row))
+        self._file.truncate()
+        self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _position_after(self, resumed_step: int) -> tuple[int, dict[str, Any], int]:
+        """Where the kept part ends, its last row, and where that begins."""
+        end, last, last_at = 0, {}, 0
+        for line in self._file if resumed_step else ():
+            try:
+                row = json.loads(line)
+                keep = line.endswith(b"\n") and row["step"] <= resumed_step
+            except (ValueError, KeyError, TypeError):
+                keep = False
+            if not keep:
+                break
+            end, last, last_at = end + len(line), row, end
+        return end, last, last_at
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write a configuration as a config file that composes to the same configuration."""
+    head = f"defaults:\n- schema/{type(config).__name__}\n- _self_\n"
+    path.write_text(head + OmegaConf.to_yaml(OmegaConf.structured(config)), "utf-8")
+
+
+def as_json_row(metrics: Mapping[str, float], timestamp: float) -> dict[str, Any]:
+    """Metrics as JSON values: numbers that are not finite become None and are named in ``not_finite``."""
+    bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+    row: dict[str, Any] = {"timestamp": round(timestamp, 3), **metrics, **dict.fromkeys(bad)}
+    return row | ({"not_finite": bad} if bad else {})
+
+
+def console_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """One step in at most ``MAX_FIELDS`` fields."""
+    shown = [f"{label} {metrics[name]:{form}}" for label, name, form in FIELDS if name in metrics]
+    return "  ".join([f"step {step}/{total}", *shown[: MAX_FIELDS - 1]])
+
+
+def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The samples of a batch as JSON objects.
+
+    Keys, where the batch has the column: uid, group, prompt, response, reward, solved, ground_truth, finish_reason,
+    reward_error, version, prompt_ids, response_ids, log_probs (the rollout's own).
+    """
+    lists = {key: _ragged(batch, key) for key in ("prompts", "responses", "rollout_log_probs") if key in batch}
+    texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
+    if "response_text" in batch:
+        texts["responses"] = list(batch["response_text"])
+    if "rollout_log_probs" in lists:
+        lists["rollout_log_probs"] = [[_short(x) for x in row] for row in lists["rollout_log_probs"]]
+    columns: dict[str, Any] = {
+        "uid": _column(batch, "uid"),
+        "group": _column(batch, "group_ids"),
+        "prompt": texts.get("prompts"),
+        "response": texts.get("responses"),
+        "reward": _column(batch, "rewards"),
+        "solved": _column(batch, "solved"),
+        "ground_truth": _column(batch, "ground_truth"),
+        "finish_reason": _column(batch, "finish_reason"),
+        "reward_error": _column(batch, "reward_error"),
+        "version": _column(batch, "weight_version"),
+        "prompt_ids": lists.get("prompts"),
+        "response_ids": lists.get("responses"),
+        "log_probs": lists.get("rollout_log_probs"),
+    }
+    present = {key: values for key, values in columns.items() if values is not None}
+    for i in range(len(batch)):
+        yield {key: _short(value[i]) if isinstance(value[i], float) else value[i] for key, value in present.items()}
+
+
+def _ragged(batch: DataProto, key: str) -> list[list[Any]]:
+    return [row.tolist() for row in batch.flat(key).split(batch.lengths(key).tolist())]
+
+
+def _column(batch: DataProto, key: str) -> list[Any] | None:
+    return batch[key].tolist() if key in batch else None
+
+
+def _short(value: float) -> float | None:
+    """A float32 in as few digits as give the same float32 back; None where it is not finite."""
+    import numpy as np
+
+    return float(str(np.float32(value))) if math.isfinite(value) else None
+
+
+def _number(name: str, value: float | torch.Tensor) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"metric {name!r} is {value!r:.80}, not a number.") from error
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    for row in report.read_metrics(path):
+        metrics = {
+            name: math.nan if value is None else value for name, value in row.items() if name not in _NOT_METRICS
+        }
+        yield row["step"], row["timestamp"], metrics
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False, ensure_ascii=False, default=str).encode() + b"\n"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,120 @@
+"""The policy in training: log-probabilities, updates, checkpoints.
+
+Where it stands: its engine's weights are what the rollout receives at each sync. The weight version is its count of
+training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches, padding
+or the number of data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from hybridflow.algorithms.losses import columns_of, objective
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.workers.base import register
+from hybridflow.workers.policy import PolicyWorker, rows_of
+
+if TYPE_CHECKING:
+    from hybridflow.engines.megatron.batch import MicroBatch
+
+
+class ActorWorker(PolicyWorker):
+    """Trains the policy with the loss named by ``actor.loss.name``."""
+
+    def setup(self) -> None:
+        config = self.context.config
+        rows = config.data.prompts_per_step * config.rollout.n
+        updates = config.actor.epochs * (rows // (config.actor.mini_batch_size or rows))
+        self.build_engine(config.actor.optimizer, total_updates=config.steps * updates)
+
+    @register(Protocol.THREE_D)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities and entropy of every response token under the current weights.
+
+        Args:
+            batch: jagged int64 ``prompts`` and ``responses``; ``meta_info["temperature"]`` divides the logits.
+
+        Returns:
+            ``log_probs`` and ``entropy``: jagged float32, the responses' lengths.
+        """
+        log_probs, entropy = self.score(batch)
+        return DataProto.from_dict(tensors={"log_probs": log_probs, "entropy": entropy})
+
+    @register(Protocol.THREE_D, uneven="refuse")
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """Train on the batch: ``epochs`` passes, one optimizer update a mini-batch.
+
+        Args:
+            batch: ``prompts``, ``responses``, ``response_mask``; for the loss ``ppo`` also ``log_probs`` (the old ones)
+                and ``advantages``; with ``actor.loss.kl_coef`` above 0 also ``ref_log_probs``.
+
+        Returns:
+            Means over the updates and over all data-parallel ranks (the same on each): the loss and its parts,
+            ``grad_norm``, ``lr``, ``update_skipped``, ``updates``.
+        """
+        settings = self.context.config.actor
+        replicas = self.context.layout.dp
+        rows = settings.mini_batch_size // replicas or len(batch)
+        history: dict[str, list[float]] = defaultdict(list)
+        for epoch in range(settings.epochs):
+            order = self._order(len(batch), int(batch.meta_info.get("step", 0)), epoch)
+            for start in range(0, len(batch), rows):
+                for name, value in self._update_once(batch[order[start : start + rows]]).items():
+                    history[name].append(value)
+        metrics = {name: sum(values) / len(values) for name, values in history.items()}
+        return {**metrics, "updates": float(len(history["loss"]))}
+
+    def _order(self, rows: int, step: int, epoch: int) -> list[int]:
+        if not self.context.config.actor.shuffle:
+            return list(range(rows))
+        seed = hash((self.context.config.seed, step, epoch)) % 2**63
+        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def _update_once(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer update on this rank's rows of a mini-batch."""
+        settings = self.context.config.actor.loss
+        masks = rows_of(batch, "response_mask")
+        counts = [float(sum(m.sum() for m in masks)), float(sum(bool(m.any()) for m in masks))]
+        num_tokens, num_sequences = self.engine.sum_over_replicas(counts)
+        columns = {key: rows_of(batch, key) for key in columns_of(settings)}
+
+        def loss_of(
+            log_probs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            padded = {
+                key: pad_sequence([rows[i] for i in micro.rows], batch_first=True).to(micro.mask.device)
+                for key, rows in columns.items()
+            }
+            return objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
+
+        sums, stepped = self.engine.update(
+            self.cut(batch, masked=True),
+            loss_of,
+            temperature=float(batch.meta_info.get("temperature", 1.0)),
+            with_entropy=bool(settings.entropy_coef),
+        )
+        totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
+        metrics = {
+            name: total if name == "loss" else total / max(num_tokens, 1)
+            for name, total in zip(sums, totals, strict=True)
+        }
+        return {**metrics, **stepped}
+
+    @register(Protocol.ONE_TO_ALL)
+    def save(self, folder: str) -> None:
+        """Write weights (``folder/model``, a Hugging Face folder), optimizer state and counters."""
+        from hybridflow.engines.megatron import checkpoint
+
+        checkpoint.save(self.engine, folder, self.context.config.model)
+
+    @register(Protocol.ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Continue from what :meth:`save` wrote."""
+        from hybridflow.engines.megatron import checkpoint
+
+        checkpoint.load(self.engine, folder)

@@ -1,0 +1,128 @@
+"""What a role is: a class with registered methods that runs in every device process of its pool.
+
+A Worker knows its rank, its layout and its peers in the same process; it never knows Ray or other processes' handles.
+``@register`` says how the arguments of a method are spread and its answers gathered; the driver's WorkerGroup reads
+that mark and offers a method of the same name and signature. The invariant: a method registered on a class stays
+registered where a subclass overrides it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hybridflow.errors import ConfigError
+from hybridflow.platform import Platform, current
+from hybridflow.protocol.transfer import UNEVEN, Protocol, transfer_protocol
+from hybridflow.resharding.layout import Coordinates, ParallelLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridflow.config import RunConfig
+
+_MARK = "__hybridflow_registration__"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+RESERVED_PARAMETERS = ("blocking",)
+"""Keyword arguments that the driver's side of a method adds."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How the driver calls a method.
+
+    Attributes:
+        protocol: key of the transfer protocol.
+        prepare: pure function ``(batch) -> batch`` run on the driver on the method's first argument.
+        uneven: ``pad`` or ``refuse`` a batch that does not divide among the replicas.
+    """
+
+    protocol: Protocol | str
+    prepare: Callable[[Any], Any] | None = None
+    uneven: str = "pad"
+
+
+def register(
+    protocol: Protocol | str, prepare: Callable[[Any], Any] | None = None, uneven: str = "pad"
+) -> Callable[[_Method], _Method]:
+    """Mark a method of a Worker as one that the driver may call.
+
+    Raises:
+        ConfigError: for an unknown protocol, an unknown ``uneven``, or a parameter name that the driver's side uses.
+    """
+    transfer_protocol(protocol)
+    if uneven not in UNEVEN:
+        raise ConfigError(f"@register(uneven={uneven!r}): choose one of {', '.join(UNEVEN)}.")
+
+    def mark(method: _Method) -> _Method:
+        clash = set(RESERVED_PARAMETERS) & set(inspect.signature(method).parameters)
+        if clash:
+            raise ConfigError(f"{method.__qualname__}: the parameter {clash.pop()!r} is the driver's; rename it.")
+        setattr(method, _MARK, Registration(protocol, prepare, uneven))
+        return method
+
+    return mark
+
+
+def registrations(worker: type[Worker]) -> dict[str, Registration]:
+    """The registered methods of a class by name; an override inherits its parent's registration."""
+    found: dict[str, Registration] = {}
+    for base in worker.__mro__:
+        for name, value in vars(base).items():
+            mark = getattr(value, _MARK, None)
+            if mark is not None:
+                found.setdefault(name, mark)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker stands. Made by the device process, one for each role.
+
+    Attributes:
+        role: name of the role.
+        rank: rank of the process in its pool, and in the pool's torch.distributed world.
+        layout: the role's layout on the pool.
+        config: the run's configuration.
+        peers: live view of all roles of this process by name, this one included.
+        pool: name of the pool.
+        platform: what the process computes on; the CPU in pools of ``kind: cpu``.
+    """
+
+    role: str
+    rank: int
+    layout: ParallelLayout
+    config: RunConfig
+    peers: Mapping[str, Worker]
+    pool: str
+    platform: Platform = field(default_factory=current)
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The one device of this process."""
+        return self.platform.device()
+
+
+class Worker:
+    """Base of every role. The constructor is cheap; :meth:`setup` builds what is heavy."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    @register(Protocol.ONE_TO_ALL)
+    def setup(self) -> None:
+        """Build models, engines and process groups. Called once, on all ranks at once, so it may be collective."""
+
+    def close(self) -> None:
+        """Release what outlives the process (files, child processes). Called on each rank when its pool stops."""

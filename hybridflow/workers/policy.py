@@ -1,0 +1,77 @@
+"""What the actor and the reference share: a language model on megatron-core that scores responses.
+
+Where it stands: between a batch's jagged columns and the engine's micro-batches. Rows come back in the order they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridflow.config import OptimizerConfig
+from hybridflow.data.batching import micro_batches
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tokenizer import vocabulary_size
+from hybridflow.protocol.data import DataProto
+from hybridflow.workers.base import Worker
+
+if TYPE_CHECKING:
+    from hybridflow.engines.megatron.batch import MicroBatch
+    from hybridflow.engines.megatron.engine import MegatronEngine
+
+
+class PolicyWorker(Worker):
+    """A role with one :class:`MegatronEngine`."""
+
+    engine: MegatronEngine
+
+    def build_engine(self, optimizer: OptimizerConfig | None, total_updates: int = 1) -> None:
+        # Here, not above: the driver imports this module for its signatures and must stay free of megatron-core.
+        from hybridflow.engines.megatron.engine import MegatronEngine
+
+        config = self.context.config
+        spec = ModelSpec.from_folder(config.model.path)
+        self.engine = MegatronEngine(
+            folder=config.model.path,
+            layout=self.context.layout,
+            dtype=getattr(torch, config.model.dtype),
+            valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
+            optimizer=optimizer,
+            total_updates=total_updates,
+            seed=config.seed,
+        )
+
+    def cut(self, batch: DataProto, masked: bool) -> list[MicroBatch]:
+        """The rows of a batch as micro-batches, by the actor's settings.
+
+        Args:
+            batch: columns ``prompts``, ``responses``, and ``response_mask`` if ``masked``.
+            masked: want only the tokens that the mask keeps, else every response token.
+        """
+        from hybridflow.engines.megatron.batch import make_micro_batch
+
+        settings = self.context.config.actor
+        prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
+        masks = rows_of(batch, "response_mask") if masked else None
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        return [
+            make_micro_batch(prompts, responses, masks, rows, self.engine.device)
+            for rows in micro_batches(lengths, settings.micro_batch_size, settings.micro_batch_tokens)
+        ]
+
+    def score(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of every response token, jagged float32 [B, j] on the CPU."""
+        micros = self.cut(batch, masked=False)
+        answers = self.engine.log_probs(micros, float(batch.meta_info.get("temperature", 1.0)))
+        scored: list[torch.Tensor] = [torch.empty(0)] * len(batch)
+        for micro, answer in zip(micros, answers, strict=True):
+            for row, values in zip(micro.rows, answer.split(micro.mask.sum(dim=1).tolist(), dim=1), strict=True):
+                scored[row] = values.cpu()
+        return DataProto.jagged([x[0] for x in scored]), DataProto.jagged([x[1] for x in scored])
+
+
+def rows_of(batch: DataProto, key: str) -> Sequence[torch.Tensor]:
+    """The rows of a jagged column as 1-D views."""
+    return batch.flat(key).split(batch.lengths(key).tolist())

@@ -1,0 +1,27 @@
+"""The reference policy: a frozen model that scores what the actor said."""
+
+from __future__ import annotations
+
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.workers.base import register
+from hybridflow.workers.policy import PolicyWorker
+
+
+class ReferenceWorker(PolicyWorker):
+    """Scores responses under the weights the run started from."""
+
+    def setup(self) -> None:
+        self.build_engine(optimizer=None)
+
+    @register(Protocol.THREE_D)
+    def log_probs(self, batch: DataProto) -> DataProto:
+        """``ref_log_probs`` of every response token.
+
+        Args:
+            batch: jagged int64 ``prompts`` and ``responses``; ``meta_info["temperature"]`` divides the logits.
+
+        Returns:
+            ``ref_log_probs``: jagged float32, the responses' lengths.
+        """
+        return DataProto.from_dict(tensors={"ref_log_probs": self.score(batch)[0]})

@@ -1,0 +1,67 @@
+"""The reward role: texts of answers to rewards.
+
+Where it stands: after the rollout, on a pool of ``kind: cpu`` or beside other roles. Invariant: no answer can stop a batch;
+see :mod:`hybridflow.rewards.scorer` for what a failing one gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridflow.data.chat import decode, load_tokenizer
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.rewards.scorer import Scorer
+from hybridflow.workers.base import Worker, register
+
+OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error"})
+
+
+class RewardWorker(Worker):
+    """Scores answers by ``reward.function`` in processes of its own."""
+
+    scorer: Scorer | None = None
+
+    def setup(self) -> None:
+        config = self.context.config
+        self.tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+        self.scorer = Scorer(config.reward)
+
+    @register(Protocol.DP)
+    def score(self, batch: DataProto) -> DataProto:
+        """Score the answers of a batch.
+
+        Args:
+            batch: ``responses`` (jagged int64), ``messages``, ``ground_truth``; further object columns (``data_source``,
+                ``extra_info``, ``finish_reason``) are offered to the function.
+
+        Returns:
+            ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``;
+            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`.
+
+        Raises:
+            RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored.
+        """
+        assert self.scorer is not None, "setup() has to run first"
+        ids = batch.flat("responses").split(batch.lengths("responses").tolist())
+        texts = decode(self.tokenizer, [row.tolist() for row in ids])
+        columns: dict[str, Sequence[Any]] = {
+            key: list(batch.non_tensor_batch[key]) for key in batch.non_tensor_batch if key not in OWN_COLUMNS
+        }
+        messages, ground_truth = (list(batch.non_tensor_batch[key]) for key in ("messages", "ground_truth"))
+        scores = self.scorer.score(messages, texts, ground_truth, **columns)
+        return DataProto.from_dict(
+            tensors={
+                "rewards": torch.tensor(scores.rewards, dtype=torch.float32),
+                "solved": torch.tensor(scores.solved, dtype=torch.bool),
+            },
+            non_tensors={"response_text": texts, "reward_error": scores.errors},
+            meta_info={"metrics": scores.metrics},
+        )
+
+    def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()

@@ -1,0 +1,157 @@
+"""Generation: prompts in, responses with their log-probabilities out; and the sync of weights from the actor.
+
+Where it stands: between the driver's batch and :class:`hybridflow.engines.vllm.engine.RolloutEngine`, in the same
+device process as the actor whose weights it copies.
+
+Invariants: the random draws of a row depend on the run's seed, the step, its ``sample_ids`` and the tag alone, so that
+the same run gives the same responses on any number of devices; a prompt is never cut; a sync of version v makes every
+later response carry ``weight_version`` v.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybridflow.config import SamplingConfig
+from hybridflow.errors import ConfigError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tables import vllm_table
+from hybridflow.models.tokenizer import vocabulary_size
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.resharding.plan import Copy, plan_local
+from hybridflow.resharding.transport import copy_local
+from hybridflow.workers.base import Worker, register
+
+if TYPE_CHECKING:
+    from hybridflow.engines.vllm.engine import Completion, RolloutEngine
+
+
+def add_sample_ids(batch: DataProto) -> DataProto:
+    """The batch with ``sample_ids``: the number of each row in the driver's batch, int64 [B]."""
+    numbered = batch.select()
+    numbered.batch["sample_ids"] = torch.arange(len(batch))
+    return numbered
+
+
+def row_seed(seed: int, step: int, sample_id: int, tag: str) -> int:
+    """Seed of one response, 0 <= seed < 2**63: the same on every machine and in every process."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{sample_id}/{tag}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RolloutWorker(Worker):
+    """One vLLM engine per device process."""
+
+    engine: RolloutEngine
+
+    def setup(self) -> None:
+        from hybridflow.engines.vllm.engine import RolloutEngine
+
+        config, layout = self.context.config, self.context.layout
+        if layout.replica_size > 1:
+            raise ConfigError(
+                f"roles.{self.context.role}.layout: {layout}; a rollout engine is one device: set tp, pp and cp to 1."
+            )
+        spec = ModelSpec.from_folder(config.model.path)
+        self.engine = RolloutEngine(
+            folder=config.model.path,
+            spec=spec,
+            dtype=getattr(torch, config.model.dtype),
+            config=config.rollout,
+            valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
+            max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
+        )
+        self._plan: list[Copy] | None = None
+
+    def close(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+    @register(Protocol.THREE_D, prepare=add_sample_ids)
+    def generate(self, batch: DataProto, sampling: SamplingConfig | None = None, tag: str = "train") -> DataProto:
+        """One response for each row.
+
+        Args:
+            batch: jagged int64 ``prompts``; ``meta_info["step"]`` (0 if absent) enters the seeds.
+            sampling: other than ``rollout.sampling``. With ``top_p`` or ``top_k`` the ``rollout_log_probs`` are those
+                of the truncated distribution, from which the trainer's differ by construction.
+            tag: enters the seeds, so that an evaluation does not draw what training draws.
+
+        Returns:
+            The batch and, of each response: jagged ``responses`` int64, ``response_mask`` bool, ``rollout_log_probs``
+            float32; ``weight_version`` int64 [B]; ``finish_reason``. ``meta_info["temperature"]`` is what the trainer
+            divides logits by (1 after greedy generation). ``meta_info["metrics"]``, all of this device's rows:
+            ``generate/tokens``, ``generate/prompt_tokens``, ``generate/seconds``, ``generate/response_length`` (mean)
+            and ``generate/truncated`` (share that met ``rollout.max_tokens``).
+
+        Raises:
+            DataError: a prompt is longer than ``rollout.max_prompt_tokens``.
+        """
+        from hybridflow.engines.vllm.engine import Request
+
+        config = self.context.config
+        sampling = sampling or config.rollout.sampling
+        step = int(batch.meta_info.get("step", 0))
+        prompts = [row.tolist() for row in batch.flat("prompts").split(batch.lengths("prompts").tolist())]
+        requests = [
+            Request(prompt, row_seed(config.seed, step, sample, tag), config.rollout.max_tokens)
+            for prompt, sample in zip(prompts, batch.batch["sample_ids"].tolist(), strict=True)
+        ]
+        started = time.perf_counter()
+        completions = self.engine.generate(requests, sampling)
+        seconds = time.perf_counter() - started
+        answer = batch.union(_columns(completions))
+        answer.meta_info["temperature"] = float(sampling.temperature) or 1.0
+        answer.meta_info["metrics"] = _metrics(completions, sum(map(len, prompts)), seconds)
+        return answer
+
+    @register(Protocol.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Take the weights of the actor in this process, and call them ``version``.
+
+        Returns:
+            ``bytes`` copied and ``seconds``.
+        """
+        started = time.perf_counter()
+        if "actor" not in self.context.peers:
+            raise ConfigError(
+                f"roles.{self.context.role}.pool={self.context.pool}: weights are copied inside a process, so put the "
+                f"role on the actor's pool."
+            )
+        actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
+        if self._plan is None:
+            self._plan = plan_local(actor.table, vllm_table(self.engine.spec, tp=1, tp_rank=0))
+        with torch.no_grad():
+            copied = copy_local(self._plan, actor.parameters(), self.engine.parameters())
+        self.engine.weights_changed(version)
+        return {"bytes": float(copied), "seconds": time.perf_counter() - started}
+
+
+def _columns(completions: list[Completion]) -> DataProto:
+    responses = [torch.tensor(c.token_ids, dtype=torch.int64) for c in completions]
+    return DataProto.from_dict(
+        tensors={
+            "responses": DataProto.jagged(responses),
+            "response_mask": DataProto.jagged([torch.ones(len(row), dtype=torch.bool) for row in responses]),
+            "rollout_log_probs": DataProto.jagged([torch.tensor(c.log_probs) for c in completions]),
+            "weight_version": torch.tensor([c.weight_version for c in completions]),
+        },
+        non_tensors={"finish_reason": np.array([c.finish_reason for c in completions], dtype=object)},
+    )
+
+
+def _metrics(completions: list[Completion], prompt_tokens: int, seconds: float) -> dict[str, float]:
+    lengths = [len(c.token_ids) for c in completions]
+    return {
+        "generate/tokens": float(sum(lengths)),
+        "generate/prompt_tokens": float(prompt_tokens),
+        "generate/seconds": seconds,
+        "generate/response_length": sum(lengths) / len(lengths),
+        "generate/truncated": sum(c.finish_reason == "length" for c in completions) / len(lengths),
+    }

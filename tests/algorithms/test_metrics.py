@@ -1,0 +1,43 @@
+"""Step metrics, NaN kept."""
+
+import math
+
+import pytest
+import torch
+
+from hybridflow.algorithms.metrics import batch_metrics, mismatch
+from hybridflow.errors import DataError
+from hybridflow.protocol.data import DataProto
+
+
+def test_mismatch_has_the_written_values():
+    found = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0 + math.log(2.0)]))
+    assert found["max_diff"] == pytest.approx(math.log(2), rel=1e-6)
+    assert found["mean_diff"] == pytest.approx(math.log(2) / 2, rel=1e-6)
+    assert found["mult_prob_error"] == pytest.approx((1 + 2) / 2, rel=1e-6)
+    assert found["k3"] == pytest.approx((1 - math.log(2)) / 2, rel=1e-5)
+
+
+def test_one_nan_shows_in_every_mismatch_metric():
+    found = mismatch(torch.tensor([-1.0, float("nan"), -1.0]), torch.tensor([-1.0, -1.0, -1.0]))
+    assert all(math.isnan(value) for value in found.values())
+
+
+def test_mismatch_of_different_lengths_is_an_error():
+    with pytest.raises(DataError, match="rollout_log_probs has 2 tokens, log_probs 3"):
+        mismatch(torch.zeros(2), torch.zeros(3))
+
+
+def test_groups_without_signal_are_counted_and_failed_rewards_left_out():
+    batch = DataProto.from_dict(
+        tensors={
+            "rewards": torch.tensor([1.0, 1.0, 0.0, 1.0, float("nan"), 1.0]),
+            "solved": torch.tensor([True, True, False, True, False, True]),
+            "group_ids": torch.tensor([0, 0, 1, 1, 2, 2]),
+        }
+    )
+    found = batch_metrics(batch)
+    assert found["reward/groups_without_signal"] == pytest.approx(2 / 3)
+    assert found["reward/mean"] == pytest.approx(4 / 5)
+    assert found["reward/failed"] == pytest.approx(1 / 6)
+    assert found["reward/solved"] == pytest.approx(4 / 6)

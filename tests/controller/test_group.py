@@ -1,0 +1,246 @@
+"""WorkerGroup on real processes: calls, futures, fused roles, and errors that say who failed where."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pydoc
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.config import RunConfig
+from hybridflow.controller.group import DataFuture, WorkerGroup
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.errors import ConfigError, DataError, PlacementError, WorkerDiedError, WorkerError
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.workers.base import Worker, register
+from tests.controller.conftest import group_on
+from tests.controller.echo import Echo, LoudEcho, Refuses
+
+pytestmark = [pytest.mark.ray, pytest.mark.distributed]
+
+
+def numbers(num_rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(num_rows)}, meta_info={"step": 3})
+
+
+# ---------------------------------------------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_rows_come_back_in_order(pool: ResourcePool, tp: int, num_rows: int):
+    group = group_on(pool, f"rows_tp{tp}", tp=tp)
+    batch = numbers(num_rows)
+    for method in (group.by_rank, group.prepared):
+        back = method(batch)
+        assert back["x"].tolist() == list(range(num_rows))
+        assert back.meta_info == {"step": 3}
+    assert group.prepared(batch)["sample_ids"].tolist() == list(range(num_rows)), "prepare runs before the split"
+    assert "sample_ids" not in batch and batch.meta_info == {"step": 3}
+
+
+def test_a_replica_answers_once_from_its_collector(pool: ResourcePool):
+    # tp 2: both ranks get all rows and rank 0 answers. dp 2: 3 rows are [0, 1] on rank 0 and [2, padding] on rank 1.
+    together = group_on(pool, "together", tp=2).by_replica(numbers(3), 10, tag="a")
+    assert together["x"].tolist() == [0, 10, 20]
+    assert together["rank"].tolist() == [0, 0, 0] and together["padded"].tolist() == [0, 0, 0]
+    assert together.meta_info["tag"] == "a"
+    apart = group_on(pool, "apart").by_replica(numbers(3), scale=10)
+    assert apart["x"].tolist() == [0, 10, 20]
+    assert apart["rank"].tolist() == [0, 0, 1] and apart["padded"].tolist() == [0, 0, 1]
+
+
+def test_metrics_come_back_as_one_dict_and_uneven_updates_are_refused_on_the_driver(pool: ResourcePool):
+    group = group_on(pool, "metrics")
+    assert group.update(numbers(4)) == {"loss": 3.0, "rank": 0.5}  # (0 + 1 + 2 + 3) / 2 and (0 + 1) / 2
+    with pytest.raises(DataError, match=r"metrics\.update: 5 rows do not divide among 2 replicas"):
+        group.update(numbers(5))
+    assert group.update(numbers(2))["loss"] == 0.5, "a refused batch breaks nothing"
+
+
+def test_fused_roles_share_objects_in_one_process(pool: ResourcePool):
+    actor, rollout = group_on(pool, "fused_actor"), group_on(pool, "fused_rollout", tp=2)
+    actor.put("weights", [1])
+    rollout.append_to_peer("fused_actor", "weights", 2)
+    assert actor.peer_item("fused_actor", "weights") == [[1, 2], [1, 2]]
+    assert actor.facts()[0]["pid"] == rollout.facts()[0]["pid"]
+    with pytest.raises(WorkerError, match="role 'critic' has no worker in this process of pool 'main'"):
+        rollout.peer_item("critic", "weights")
+
+
+def test_an_override_keeps_its_registration_and_a_path_names_a_class(pool: ResourcePool):
+    group = group_on(pool, "override", LoudEcho)
+    assert group.by_rank(numbers(2)).keys() == ["y"]
+    named = WorkerGroup(pool, "named", "tests.controller.echo:Echo", ParallelLayout.on(2), RunConfig(name="t"))
+    assert named.facts()[1]["role"] == "named"
+    with pytest.raises(PlacementError, match="is not a worker"):
+        WorkerGroup(pool, "named", "tests.controller.echo:Nothing", ParallelLayout.on(2), RunConfig(name="t"))
+
+
+def test_methods_show_the_workers_signature_and_docstring(pool: ResourcePool):
+    group = group_on(pool, "signature")
+    assert str(inspect.signature(group.by_replica)) == (
+        "(batch: 'DataProto', scale: 'int' = 1, *, tag: 'str' = 'none', blocking: bool = True) -> 'DataProto'"
+    )
+    shown = pydoc.plain(pydoc.render_doc(group.facts))
+    assert "facts(*, blocking: bool = True)" in shown and "Where this rank stands." in shown
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scall'"):
+        group.by_replica(numbers(2), scall=2)
+
+
+def test_an_unknown_method_lists_those_there_are(pool: ResourcePool):
+    group = group_on(pool, "unknown")
+    with pytest.raises(AttributeError, match=r"role 'unknown' has no method 'generate'.*by_rank, by_replica, fact"):
+        group.generate(numbers(1))
+
+
+def test_describe_names_ranks_processes_and_coordinates(pool: ResourcePool):
+    lines = group_on(pool, "shown", tp=2).describe().splitlines()
+    assert lines[0] == "WorkerGroup('shown': Echo on pool 'main', tp2 pp1 cp1 dp1)"
+    assert lines[2].split() == ["0", pool.places[0].node, str(pool.places[0].pid), "0", "0", "0", "0", "*"]
+    assert lines[3].split() == ["1", pool.places[1].node, str(pool.places[1].pid), "0", "0", "0", "1"]
+
+
+def test_a_layout_has_to_fill_the_pool_and_names_must_not_clash(pool: ResourcePool):
+    with pytest.raises(ConfigError, match=r"1\*1\*1\*4 = 4 ranks, but pool 'main' has 2 devices"):
+        WorkerGroup(pool, "r", Echo, ParallelLayout(dp=4), RunConfig(name="t"))
+    with pytest.raises(PlacementError, match="not started"):
+        WorkerGroup(ResourcePool("cold", [1]), "r", Echo, ParallelLayout(), RunConfig(name="t"))
+
+    class Clash(Worker):
+        @register(Protocol.ONE_TO_ALL)
+        def describe(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Clash\.describe: a WorkerGroup uses this name"):
+        WorkerGroup(pool, "r", Clash, ParallelLayout.on(2), RunConfig(name="t"))
+
+
+# -------------------------------------------------------------------------------------------------- futures
+
+
+def test_a_future_is_done_after_a_while_and_serves_as_an_argument(pool: ResourcePool):
+    group, other = group_on(pool, "future"), group_on(pool, "future_other", tp=2)
+    future = group.nap(0.5, blocking=False)
+    assert isinstance(future, DataFuture) and not future.done()
+    with pytest.raises(WorkerError, match=r"TimeoutError: no answer within 0.05 s from ranks \[0, 1\] of 2 \(pid"):
+        future.result(timeout=0.05)
+    assert future.result() == [0.5, 0.5] and future.done() and future.result() == [0.5, 0.5]
+    scaled = other.by_replica(group.by_replica(numbers(3), 2, blocking=False), scale=5)
+    assert scaled["x"].tolist() == [0, 10, 20]
+
+
+def test_calls_of_two_roles_on_one_pool_run_in_the_order_of_the_driver(pool: ResourcePool):
+    first, second = group_on(pool, "order_a"), group_on(pool, "order_b", tp=2)
+    futures = [group.sum_of_ranks(blocking=False) for group in (first, second, first, second)]
+    assert [future.result() for future in futures] == [[3.0, 3.0]] * 4
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("value", "ValueError: asked to fail with value"),
+        ("unpicklable", "Unpicklable: carries a lock"),
+        ("exit", "SystemExit: 3"),
+    ],
+)
+def test_an_exception_arrives_with_role_rank_method_step_and_traceback(pool: ResourcePool, kind: str, cause: str):
+    group = group_on(pool, f"raises_{kind}")
+    group.step = 12
+    with pytest.raises(WorkerError) as error:
+        group.fail(kind, ranks=[1])
+    found = error.value
+    assert (found.role, found.rank, found.method, found.step) == (f"raises_{kind}", 1, "fail", 12)
+    assert found.cause == cause
+    assert "echo.py" in found.traceback and "in fail" in found.traceback
+    assert f"raises_{kind}.fail failed on rank 1 in step 12: {cause}" in str(found)
+
+
+def test_values_that_cannot_be_sent_are_the_methods_error(pool: ResourcePool):
+    with pytest.raises(WorkerError, match=r"unsent\.unsendable failed on rank \d.*lock"):
+        group_on(pool, "unsent").unsendable()
+
+
+def test_a_worker_that_cannot_be_built_says_so(pool: ResourcePool):
+    with pytest.raises(WorkerError, match=r"bad\.create failed on rank \d: ValueError: cannot be built"):
+        group_on(pool, "bad", Refuses)
+
+
+def test_a_call_that_every_rank_refuses_leaves_the_role_usable(pool: ResourcePool):
+    group = group_on(pool, "alike")
+    with pytest.raises(WorkerError):
+        group.fail("value")
+    assert group.nap(0.0) == [0.0, 0.0]
+
+
+def test_a_call_that_failed_on_some_ranks_only_breaks_its_role_but_not_its_pool(pool: ResourcePool):
+    group, other = group_on(pool, "split"), group_on(pool, "split_peer")
+    group.step = 4
+    with pytest.raises(WorkerError):
+        group.fail("value", ranks=[0])
+    assert other.nap(0.0) == [0.0, 0.0]
+    with pytest.raises(WorkerError) as error:
+        group.nap(0.0)
+    assert "split.nap failed" in str(error.value) and error.value.method == "nap"
+    assert "since split.fail failed on rank 0 in step 4 (ValueError: asked to fail with value)" in error.value.cause
+    assert "it succeeded on some ranks and not on others" in error.value.cause
+
+
+def test_a_blocking_call_with_a_timeout_names_the_silent_ranks_and_recovers_once_they_answer(pool: ResourcePool):
+    group = group_on(pool, "slow", timeout=0.5)
+    with pytest.raises(WorkerError, match=r"TimeoutError: no answer within 0.5 s from ranks \[1\] of 2"):
+        group.nap(2.0, ranks=[1])
+    with pytest.raises(WorkerError, match=r"ranks \[1\] are still inside it"):
+        group.nap(0.0)
+    time.sleep(2.0)
+    assert group.nap(0.0) == [0.0, 0.0]
+
+
+def test_a_rank_that_raises_is_reported_at_once_while_its_peer_hangs_in_a_collective(fresh_pool: ResourcePool):
+    group, other = group_on(fresh_pool, "actor", tp=2), group_on(fresh_pool, "reference")
+    group.step = 8
+    before = time.monotonic()
+    with pytest.raises(WorkerError, match=r"actor\.fail_in_collective failed on rank 1 in step 8.*no gradient today"):
+        group.fail_in_collective(1)
+    assert time.monotonic() - before < 5.0
+    for role in (group, other):
+        with pytest.raises(WorkerError) as error:
+            role.facts()
+        assert "pool 'fresh' is broken since actor.fail_in_collective failed on rank 1 in step 8" in error.value.cause
+        assert "no gradient today" in error.value.cause and "ranks [0] are still inside it" in error.value.cause
+        assert "Stop the pool, start it again" in error.value.cause
+    fresh_pool.stop()
+    with fresh_pool:
+        assert group_on(fresh_pool, "actor", tp=2).sum_of_ranks() == [3.0, 3.0], "a broken pool starts anew"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_reported_by_name_within_seconds(fresh_pool: ResourcePool, tmp_path: Path, victim: int):
+    group = group_on(fresh_pool, "actor", tp=2)
+    group.step = 5
+    started = tmp_path / "started"
+    future = group.reduce_while_waiting_for(victim, str(started), blocking=False)
+    while not (started.exists() and started.read_text()):
+        time.sleep(0.02)
+    time.sleep(0.5)  # the peer waits in all_reduce by now
+    pid = int(started.read_text())
+    assert pid == fresh_pool.places[victim].pid
+    os.kill(pid, signal.SIGKILL)
+    before = time.monotonic()
+    with pytest.raises(WorkerDiedError) as error:
+        future.result()
+    assert time.monotonic() - before < 10.0
+    died = error.value
+    assert (died.role, died.rank, died.method, died.step) == ("actor", victim, "reduce_while_waiting_for", 5)
+    assert f"pid {pid} on node" in died.cause and "Worker exit type" in died.cause
+    with pytest.raises(WorkerDiedError, match=r"pool 'fresh' is broken since actor.*its process is gone"):
+        group.facts()

@@ -1,0 +1,158 @@
+"""Every format gives the rows a user wrote, and every broken row is refused where it stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import DataConfig
+from hybridflow.data.sources import load_rows, stream_seed
+from hybridflow.errors import DataError
+
+USER = {"role": "user", "content": "2+3="}
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "system", "content": "Be brief."}, USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def read(source: object, **settings: object) -> list:
+    return load_rows(str(source), DataConfig(train=str(source), **settings), seed=0)
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def refusal(source: object, **settings: object) -> str:
+    with pytest.raises(DataError) as caught:
+        read(source, **settings)
+    return str(caught.value)
+
+
+def test_verl_rows_are_read_as_they_are(tmp_path: Path):
+    (row,) = read(write_lines(tmp_path / "a.jsonl", VERL_ROW))
+    assert row.messages == VERL_ROW["prompt"]
+    assert (row.ground_truth, row.data_source, row.answer) == ("5", "openai/gsm8k", None)
+    assert row.extra_info == {"ability": "math", "split": "train", "index": 0}
+
+
+def test_a_parquet_file_gives_the_rows_of_the_jsonl_file(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL_ROW, VERL_ROW]), tmp_path / "a.parquet")
+    from_lines = read(write_lines(tmp_path / "a.jsonl", VERL_ROW, VERL_ROW))
+    from_parquet = read(tmp_path / "a.parquet")
+    for left, right in zip(from_lines, from_parquet, strict=True):
+        assert (left.messages, left.ground_truth, left.extra_info) == (right.messages, right.ground_truth, right.extra_info)
+    assert from_parquet[1].where.endswith("a.parquet, row 2")
+
+
+def test_simple_rows_name_their_columns(tmp_path: Path):
+    path = tmp_path / "sums.json"
+    path.write_text(json.dumps([{"question": "2+3=", "answer": 5, "level": 1}]))
+    (row,) = read(path, prompt_key="question", answer_key="answer")
+    assert row.messages == [USER]
+    assert (row.ground_truth, row.data_source, row.extra_info) == (5, "sums", {"level": 1})
+
+
+def test_a_final_assistant_message_is_the_answer_and_not_part_of_the_prompt(tmp_path: Path):
+    (row,) = read(write_lines(tmp_path / "a.jsonl", {"messages": [USER, {"role": "assistant", "content": "5"}]}))
+    assert row.messages == [USER]
+    assert (row.answer, row.ground_truth) == ("5", "5")
+
+
+def test_a_reward_may_need_no_ground_truth(tmp_path: Path):
+    (row,) = read(write_lines(tmp_path / "a.jsonl", {"prompt": "Tell a joke."}), answer_key="")
+    assert row.ground_truth is None
+
+
+def test_folders_saved_by_datasets_are_read_and_splits_are_named(tmp_path: Path):
+    import datasets
+
+    part = datasets.Dataset.from_list([{"prompt": [USER], "ground_truth": "5"}])
+    part.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "two"))
+    assert read(tmp_path / "one")[0].messages == [USER]
+    assert read(tmp_path / "two" / "train")[0].ground_truth == "5"
+    assert "splits train, test" in refusal(tmp_path / "two")
+
+
+def test_a_folder_of_files_is_one_data_set_unless_it_mixes_splits(tmp_path: Path):
+    row = {"prompt": "2+3=", "ground_truth": "5"}
+    write_lines(tmp_path / "train-0.jsonl", row)
+    write_lines(tmp_path / "train-1.jsonl", row, row)
+    assert len(read(tmp_path)) == 3
+    write_lines(tmp_path / "test-0.jsonl", row)
+    assert "test, train" in refusal(tmp_path)
+    assert len(read(f"{tmp_path}/train-*")) == 3
+    assert "No file matches" in refusal(f"{tmp_path}/dev-*")
+
+
+def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "1+1=", "ground_truth": "2"}, {"promt": "x", "ground_truth": "2"})
+    message = refusal(path)
+    assert "a.jsonl, line 2" in message and "Did you mean 'promt'?" in message and "data.prompt_key" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "1+1="}, "no ground truth"),
+        ({"prompt": "  ", "ground_truth": "2"}, "the prompt is empty"),
+        ({"prompt": [], "ground_truth": "2"}, "a text or a list of messages"),
+        ({"prompt": [{"role": "user"}], "ground_truth": "2"}, "message 1 needs texts 'role' and 'content'"),
+        ({"prompt": [{"role": "assistant", "content": "2"}]}, "only an answer and no prompt"),
+        ({"prompt": "1+1=", "ground_truth": "2", "extra_info": 3}, "extra_info is int"),
+        (["1+1=", "2"], "not list"),
+    ],
+)
+def test_a_row_that_breaks_the_format_is_refused_with_its_line(tmp_path: Path, row: object, wanted: str):
+    message = refusal(write_lines(tmp_path / "a.jsonl", row))
+    assert wanted in message and "a.jsonl, line 1" in message
+
+
+def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "a.csv").write_text("prompt,answer\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "ground_truth": 1}\n{oops\n')
+    (tmp_path / "bad.json").write_text('{"prompt": "a"}')
+    (tmp_path / "nothing").mkdir()
+    assert "holds no rows" in refusal(tmp_path / "empty.jsonl")
+    assert "unknown extension '.csv'" in refusal(tmp_path / "a.csv")
+    assert "bad.jsonl, line 2: not JSON" in refusal(tmp_path / "bad.jsonl")
+    assert "a .json file is a list of rows" in refusal(tmp_path / "bad.json")
+    assert "holds no .jsonl" in refusal(tmp_path / "nothing")
+    assert "Did you mean 'empty.jsonl'?" in refusal(tmp_path / "emty.jsonl")
+
+
+def test_procedural_tasks_keep_what_their_scorer_needs():
+    rows = read("reasoning_gym:gcd,leg_counting", options={"size": 3, "gcd": {"max_value": 20}})
+    assert [row.data_source for row in rows] == ["reasoning_gym:gcd"] * 3 + ["reasoning_gym:leg_counting"] * 3
+    assert rows[0].extra_info["task"] == "gcd" and rows[0].extra_info["options"] == {"max_value": 20}
+    assert rows[0].messages[0]["content"] == rows[0].extra_info["item"]["question"]
+    assert rows[0].ground_truth == rows[0].extra_info["item"]["answer"]
+
+
+def test_procedural_tasks_repeat_with_the_seed_and_do_not_overlap_with_the_next():
+    def questions(seed: int) -> set[str]:
+        config = DataConfig(train="", options={"size": 20, "min_digits": 4, "min_terms": 4})
+        return {row.messages[0]["content"] for row in load_rows("reasoning_gym:chain_sum", config, seed)}
+
+    assert questions(0) == questions(0)
+    assert not questions(0) & questions(1)
+    assert len({stream_seed("chain_sum", seed) for seed in range(100)}) == 100
+
+
+def test_an_unknown_task_or_setting_names_the_nearest_one():
+    assert "Did you mean 'chain_sum'?" in refusal("reasoning_gym:chainsum")
+    assert "Did you mean 'max_value'?" in refusal("reasoning_gym:gcd", options={"max_valu": 3})
+    assert "reasoning_gym:gcd refuses" in refusal("reasoning_gym:gcd", options={"min_numbers": 0})
+    assert "names no task" in refusal("reasoning_gym:")

@@ -1,0 +1,173 @@
+"""Tables against whole tensors, cat and chunk: which element sits where, for every layout and architecture."""
+
+import pytest
+import torch
+
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tables import hf_table, megatron_table, padded_vocab_size, vllm_table
+from hybridflow.resharding.boxes import extents, slices
+from hybridflow.resharding.layout import ParallelLayout
+from tests.models.oracle import make_spec, megatron_shard, random_checkpoint, vllm_shard
+from tests.tiny_models import save_tiny_model
+
+SPECS = {
+    "llama": make_spec("llama"),
+    "llama tied": make_spec("llama", tie_word_embeddings=True),
+    "llama with every bias": make_spec("llama", attention_bias=True, mlp_bias=True),
+    "qwen2": make_spec("qwen2"),
+    "qwen2 tied": make_spec("qwen2", tie_word_embeddings=True),
+    "qwen3": make_spec("qwen3"),
+    "qwen3 tied": make_spec("qwen3", tie_word_embeddings=True, vocab_size=64),
+    "qwen3, no grouped queries": make_spec("qwen3", num_key_value_heads=8),
+    "llama, one head": make_spec("llama", num_attention_heads=4, num_key_value_heads=4, head_dim=2),
+}
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4)]
+
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+
+
+def fill(table, hf):
+    """Parameters as a table says, from whole tensors; padding stays zero."""
+    filled = {}
+    for name, parameter in table.items():
+        filled[name] = torch.zeros(parameter.shape)
+        for box in parameter.boxes:
+            assert extents(box.source) == extents(box.target)
+            filled[name][slices(box.target)] = hf[box.tensor][slices(box.source)]
+    return filled
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def tables_of(spec, tp, pp):
+    layout = ParallelLayout(tp=tp, pp=pp)
+    return {
+        rank: megatron_table(spec, layout, layout.coordinates(rank), padded_vocab_size(spec, tp))
+        for rank in range(layout.world_size)
+    }
+
+
+@each_spec
+def test_hf_table_names_every_tensor_of_a_checkpoint(spec):
+    assert hf_table(spec) == {name: tuple(tensor.shape) for name, tensor in random_checkpoint(spec).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_hf_table_is_what_transformers_saves(tmp_path, architecture, tied):
+    from safetensors.torch import load_file
+
+    changes = {"attention_bias": True, "mlp_bias": True} if architecture == "llama" else {}
+    folder = save_tiny_model(tmp_path, architecture, tie_word_embeddings=tied, **changes)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert hf_table(ModelSpec.from_folder(folder)) == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@each_spec
+def test_megatron_shards_are_those_of_cat_and_chunk(spec, tp, pp):
+    hf = random_checkpoint(spec)
+    for rank, table in tables_of(spec, tp, pp).items():
+        at = ParallelLayout(tp=tp, pp=pp).coordinates(rank)
+        assert_same(fill(table, hf), megatron_shard(hf, spec, tp, pp, at.tp, at.pp))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@each_spec
+def test_vllm_shards_are_those_of_cat_and_chunk(spec, tp):
+    hf = random_checkpoint(spec)
+    if spec.num_heads % tp:
+        with pytest.raises(ConfigError, match="rollout tp=8 does not divide the model's num_heads=4"):
+            vllm_table(spec, tp, 0)
+        return
+    for rank in range(tp):
+        assert_same(fill(vllm_table(spec, tp, rank), hf), vllm_shard(hf, spec, tp, rank))
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@each_spec
+def test_a_replica_holds_every_element_exactly_once(spec, tp, pp):
+    seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in hf_table(spec).items()}
+    for table in tables_of(spec, tp, pp).values():
+        for parameter in table.values():
+            times = torch.zeros(parameter.shape, dtype=torch.int64)
+            for box in parameter.boxes:
+                seen[box.tensor][slices(box.source)] += 1
+                times[slices(box.target)] += 1
+            assert int(times.max()) <= 1, parameter.name
+    for name, times in seen.items():
+        whole_on_each_rank = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        tied_copy = spec.tied and pp > 1 and name == "model.embed_tokens.weight"
+        expected = tp if whole_on_each_rank else 2 if tied_copy else 1
+        assert torch.equal(times, torch.full_like(times, expected)), name
+
+
+def test_neighbouring_rows_are_one_box():
+    spec = make_spec("llama")
+    (table,) = tables_of(spec, 1, 1).values()
+    assert len(table["decoder.layers.0.self_attention.linear_qkv.weight"].boxes) == 3 * spec.num_kv_heads
+    assert len(table["decoder.layers.0.mlp.linear_fc1.weight"].boxes) == 2
+    assert len(vllm_table(spec, 1, 0)["model.layers.0.self_attn.qkv_proj.weight"].boxes) == 3
+
+
+def test_a_vocabulary_is_padded_to_a_multiple():
+    spec = make_spec(vocab_size=61)
+    assert [padded_vocab_size(spec, tp) for tp in (1, 2, 4)] == [61, 62, 64]
+    assert padded_vocab_size(spec, 4, multiple=32) == 128
+    # Two ranks of 64 rows: the second holds nothing of the 61.
+    layout = ParallelLayout(tp=2)
+    table = megatron_table(spec, layout, layout.coordinates(1), 128)["embedding.word_embeddings.weight"]
+    assert (table.shape, table.boxes) == ((64, 24), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "message"),
+    [
+        ({}, {"pp": 3}, "layout.pp=3 does not divide the model's num_layers=4"),
+        ({}, {"tp": 8}, "layout.tp=8 is larger than the model's num_kv_heads=4"),
+        ({}, {"tp": 3}, "layout.tp=3 does not divide the model's num_heads=8"),
+        ({"num_attention_heads": 18, "num_key_value_heads": 9}, {"tp": 2}, "layout.tp=2 .* num_kv_heads=9"),
+        ({"intermediate_size": 41}, {"tp": 2}, "layout.tp=2 does not divide the model's ffn_size=41"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused_with_both_numbers(changes, layout, message):
+    spec, layout = make_spec(**changes), ParallelLayout(**layout)
+    with pytest.raises(ConfigError, match=message):
+        megatron_table(spec, layout, layout.coordinates(0), padded_vocab_size(spec, layout.tp))
+
+
+def test_a_wrong_padding_is_refused():
+    layout = ParallelLayout(tp=2)
+    with pytest.raises(ConfigError, match=r"layout\.tp=2 does not divide the model's padded_vocab=61"):
+        megatron_table(make_spec(), layout, layout.coordinates(0), 61)
+    with pytest.raises(ConfigError, match="padded_vocab=60 is smaller than the model's vocab_size=61"):
+        megatron_table(make_spec(), layout, layout.coordinates(0), 60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 3, "rollout tp=3 does not divide the model's num_heads=8"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "tp=4 does not divide the model's num_kv_heads=6"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "tp=4 is no multiple of the model's num_kv_heads=3"),
+        ({"intermediate_size": 42}, 4, "rollout tp=4 does not divide the model's ffn_size=42"),
+    ],
+)
+def test_a_rollout_layout_that_does_not_divide_the_model_is_refused_with_both_numbers(changes, tp, message):
+    with pytest.raises(ConfigError, match=message):
+        vllm_table(make_spec(**changes), tp, 0)
+
+
+def test_a_bias_that_vllm_would_ignore_is_refused():
+    with pytest.raises(ModelError, match="vLLM's qwen3 has no bias on o_proj"):
+        vllm_table(make_spec("qwen3", attention_bias=True), 1, 0)
+
+
+def test_a_rank_outside_its_layout_is_refused():
+    with pytest.raises(ConfigError, match="tp rank 2 is outside tp=2"):
+        vllm_table(make_spec(), 2, 2)

@@ -1,0 +1,205 @@
+"""Transfer protocols are pure: everything here runs without Ray. A rank's method is played by a Python function."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import (
+    PROTOCOLS,
+    Call,
+    Dispatch,
+    Protocol,
+    chunk_rows,
+    collect_list,
+    register_protocol,
+    transfer_protocol,
+)
+from hybridflow.resharding.layout import ParallelLayout
+
+
+def layouts(most: int) -> Iterator[ParallelLayout]:
+    """Every layout of at most this many ranks."""
+    sizes = range(1, most + 1)
+    for tp, pp, cp, dp in itertools.product(sizes, repeat=4):
+        if tp * pp * cp * dp <= most:
+            yield ParallelLayout(tp=tp, pp=pp, cp=cp, dp=dp)
+
+
+def batch_of(num_rows: int) -> DataProto:
+    """Numbered rows in a dense, a jagged and an object column."""
+    return DataProto.from_dict(
+        {
+            "x": torch.arange(num_rows),
+            "tokens": DataProto.jagged([torch.arange(i % 3 + 1) + i for i in range(num_rows)]),
+        },
+        {"text": np.array([f"row {i}" for i in range(num_rows)], dtype=object)},
+        meta_info={"step": 7},
+    )
+
+
+def run(protocol: Protocol | str, layout: ParallelLayout, call: Call, method: Callable[..., Any]) -> Any:
+    """What the driver does, with every rank in this process. ``method(rank, *args, **kwargs)``."""
+    functions = transfer_protocol(protocol)
+    dispatch = functions.distribute(layout, call)
+    assert len(dispatch.payloads) == layout.world_size
+    outputs = [method(rank, *args, **kwargs) for rank, (args, kwargs) in enumerate(dispatch.payloads)]
+    answers = [value if functions.answers(layout, rank) else None for rank, value in enumerate(outputs)]
+    return functions.collect(layout, call, dispatch, answers)
+
+
+def identity(rank: int, batch: DataProto) -> DataProto:
+    return batch
+
+
+def test_identity_comes_back_in_order_for_every_layout_up_to_16_ranks():
+    tried = 0
+    for layout, protocol in itertools.product(layouts(16), (Protocol.DP, Protocol.THREE_D)):
+        chunks = layout.dp if protocol is Protocol.THREE_D else layout.world_size
+        for num_rows in {1, chunks - 1, chunks, chunks + 1, 2 * chunks, 2 * chunks + 1} - {0}:
+            batch = DataProto.from_dict({"x": torch.arange(num_rows)}, meta_info={"step": 7})
+            back = run(protocol, layout, Call((batch,)), identity)
+            assert back["x"].tolist() == list(range(num_rows)), (layout, protocol, num_rows)
+            assert back.meta_info == {"step": 7}
+            assert len(batch) == num_rows and batch.meta_info == {"step": 7}
+            tried += 1
+    assert tried > 1500
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("protocol", [Protocol.DP, Protocol.THREE_D])
+def test_identity_keeps_jagged_and_object_columns(protocol: Protocol, num_rows: int):
+    batch = batch_of(num_rows)
+    back = run(protocol, ParallelLayout(tp=2, pp=1, cp=1, dp=4), Call((batch,)), identity)
+    assert back["x"].tolist() == list(range(num_rows))
+    assert [row.tolist() for row in back["tokens"].unbind()] == [row.tolist() for row in batch["tokens"].unbind()]
+    assert back.non_tensor_batch["text"].tolist() == [f"row {i}" for i in range(num_rows)]
+
+
+def test_one_to_all_gives_every_rank_the_same_objects_and_lists_the_answers():
+    layout, batch = ParallelLayout(tp=2, dp=2), batch_of(3)
+    dispatch = transfer_protocol(Protocol.ONE_TO_ALL).distribute(layout, Call((batch,), {"k": 1}))
+    assert all(args[0] is batch and kwargs == {"k": 1} for args, kwargs in dispatch.payloads)
+    assert run(Protocol.ONE_TO_ALL, layout, Call((10,)), lambda rank, n: n + rank) == [10, 11, 12, 13]
+
+
+def test_three_d_gives_chunk_d_to_replica_d_and_asks_only_its_collector():
+    # Hand arithmetic: tp 2, pp 2, dp 2; rank = 4 D + 2 P + T, so the collectors (T=0, P=1) are ranks 2 and 6.
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    functions = transfer_protocol(Protocol.THREE_D)
+    dispatch = functions.distribute(layout, Call((batch_of(4),)))
+    rows = [args[0]["x"].tolist() for args, _ in dispatch.payloads]
+    assert rows == [[0, 1]] * 4 + [[2, 3]] * 4
+    assert len({id(payload) for payload in dispatch.payloads}) == 2, "ranks of a replica share one payload"
+    assert [rank for rank in range(8) if functions.answers(layout, rank)] == [2, 6]
+
+
+def test_dp_gives_each_rank_its_own_rows_whatever_the_layout():
+    dispatch = transfer_protocol(Protocol.DP).distribute(ParallelLayout(tp=2, dp=2), Call((batch_of(4),)))
+    assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == [[0], [1], [2], [3]]
+
+
+def test_keyword_batches_are_split_and_other_arguments_are_passed_to_all():
+    batch, other = batch_of(4), batch_of(4)
+    call = Call((batch, "greedy"), {"other": other, "scale": 3})
+    dispatch = transfer_protocol(Protocol.THREE_D).distribute(ParallelLayout(dp=2), call)
+    (args, kwargs) = dispatch.payloads[1]
+    assert args[0]["x"].tolist() == [2, 3] and args[1] == "greedy"
+    assert kwargs["other"]["x"].tolist() == [2, 3] and kwargs["scale"] == 3
+
+
+def test_padding_repeats_rows_from_the_front_and_is_marked():
+    assert chunk_rows(5, 4) == ([[0, 1], [2, 0], [3, 0], [4, 0]], [0, 1, 1, 1])
+    assert chunk_rows(2, 4) == ([[0], [1], [0], [0]], [0, 0, 1, 1])
+    assert chunk_rows(6, 3) == ([[0, 1], [2, 3], [4, 5]], [0, 0, 0])
+    batch = batch_of(5)
+    dispatch = transfer_protocol(Protocol.DP).distribute(ParallelLayout(dp=4), Call((batch,)))
+    chunks = [args[0] for args, _ in dispatch.payloads]
+    assert [chunk["x"].tolist() for chunk in chunks] == [[0, 1], [2, 0], [3, 0], [4, 0]]
+    assert [chunk.meta_info["padded_rows"] for chunk in chunks] == [0, 1, 1, 1]
+    assert dispatch.rows == (2, 2, 2, 2) and dispatch.padded == (0, 1, 1, 1)
+    assert len(batch) == 5 and "padded_rows" not in batch.meta_info
+
+
+def test_padding_is_undone_where_a_method_returns_several_rows_for_each():
+    def twice(rank: int, batch: DataProto) -> DataProto:
+        return batch.repeat(2)
+
+    back = run(Protocol.DP, ParallelLayout(dp=4), Call((batch_of(5),)), twice)
+    assert back["x"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_padding_that_cannot_be_told_apart_is_an_error_with_the_fix():
+    def drop_one(rank: int, batch: DataProto) -> DataProto:
+        return batch[:-1]
+
+    with pytest.raises(DataError, match=r'reward\.score: rank 1 returned 1 rows for a chunk of 2.*uneven="refuse"'):
+        run(Protocol.DP, ParallelLayout(dp=2), Call((batch_of(3),), where="reward.score"), drop_one)
+
+
+def test_uneven_rows_are_refused_with_the_arithmetic_where_the_method_says_so():
+    call = Call((batch_of(5),), where="actor.update", uneven="refuse")
+    with pytest.raises(DataError, match=r"actor\.update: 5 rows .* 2 replicas .*5 = 2 \* 2 \+ 1.*multiple of 2"):
+        transfer_protocol(Protocol.THREE_D).distribute(ParallelLayout(tp=2, dp=2), call)
+    even = Call((batch_of(4),), uneven="refuse")
+    assert run(Protocol.THREE_D, ParallelLayout(tp=2, dp=2), even, identity)["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_empty_and_unequal_batches_are_refused():
+    layout = ParallelLayout(dp=2)
+    with pytest.raises(DataError, match="has no rows"):
+        transfer_protocol(Protocol.DP).distribute(layout, Call((batch_of(2)[:0],)))
+    with pytest.raises(DataError, match=r"\[2, 4\] rows"):
+        transfer_protocol(Protocol.DP).distribute(layout, Call((batch_of(2), batch_of(4))))
+
+
+def test_metrics_are_averaged_by_real_rows_and_equal_ones_stay():
+    # 3 rows over 2 ranks: rank 0 has 2 real rows, rank 1 has 1 and a repeated one. (2 * 1.0 + 1 * 4.0) / 3 = 2.0
+    def metrics(rank: int, batch: DataProto) -> dict[str, float]:
+        return {"loss": (1.0, 4.0)[rank], "lr": 0.1}
+
+    assert run(Protocol.DP, ParallelLayout(dp=2), Call((batch_of(3),)), metrics) == {"loss": 2.0, "lr": 0.1}
+    with pytest.raises(DataError, match="same names on every rank"):
+        run(Protocol.DP, ParallelLayout(dp=2), Call((batch_of(2),)), lambda rank, batch: {f"loss_{rank}": 1.0})
+
+
+def test_other_outputs_are_listed_and_nothing_stays_nothing():
+    layout = ParallelLayout(tp=2, dp=2)
+    assert run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, batch: f"r{rank}") == ["r0", "r2"]
+    assert run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, batch: None) is None
+    with pytest.raises(DataError, match="rank 2 returned str where others returned a DataProto"):
+        run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, b: b if rank < 2 else "r2")
+
+
+def test_a_call_without_batches_reaches_every_rank():
+    back = run(Protocol.DP, ParallelLayout(dp=3), Call((2,)), lambda rank, n: batch_of(n))
+    assert back["x"].tolist() == [0, 1] * 3
+
+
+def test_a_protocol_of_ones_own_is_used_by_name():
+    def last_only(layout: ParallelLayout, call: Call) -> Dispatch:
+        empty: tuple[tuple[Any, ...], dict[str, Any]] = ((None,), {})
+        return Dispatch([empty] * (layout.world_size - 1) + [(call.args, dict(call.kwargs))])
+
+    def last(layout: ParallelLayout, call: Call, dispatch: Dispatch, outputs: Any) -> Any:
+        return outputs[-1]
+
+    register_protocol("LAST", last_only, last)
+    try:
+        register_protocol("LAST", last_only, last)  # a module may be imported twice
+        assert run("LAST", ParallelLayout(dp=3), Call((5,)), lambda rank, n: (rank, n)) == (2, 5)
+        with pytest.raises(ConfigError, match="'last' exists already"):
+            register_protocol("last", last_only, collect_list)
+        with pytest.raises(ConfigError, match="'THREE_D' exists already"):
+            register_protocol("THREE_D", last_only, last)
+    finally:
+        del PROTOCOLS["LAST"]
+    with pytest.raises(ConfigError, match=r"'THREED'.*Did you mean 'THREE_D'.*DP, ONE_TO_ALL, THREE_D"):
+        transfer_protocol("THREED")

@@ -1,0 +1,155 @@
+"""Whatever a reward function does with one answer, the other answers are scored."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import RewardConfig
+from hybridflow.errors import RewardError
+from hybridflow.rewards.scorer import Scorer
+
+OBEY = "tests.rewards.hostile:obey"
+
+# What an answer makes the function do, and the reason that is recorded.
+FAILING = {
+    "sleep": "timeout after 1 s",
+    "regex": "timeout after 1 s",
+    "crash": "the scoring process died (exit code 3)",
+    "segfault": "the scoring process died (killed by SIGSEGV)",
+    "exit": "SystemExit: bye (hostile.py, line",
+    "raise": "ValueError: no such answer (hostile.py, line",
+    "nan": "returned nan",
+    "inf": "returned inf",
+    "none": "returned None",
+    "text": "returned str '1', not a number",
+    "two": "returned 2 values for 1 answer",
+    "empty": "returned 0 values for 1 answer",
+    "scalar": "returned float 1.0; a list with one value is wanted",
+    "nothing": "returned NoneType; a list with one value is wanted",
+    "no score": "returned a dict without 'score' (it has reward)",
+    "bad extra": "returned str 'good', not a number for 'why'",
+    "bad solved": "returned str 'yes' for 'solved'",
+    "nan score": "returned nan for 'score'",
+}
+
+
+def scorer(function: str = OBEY, **settings) -> Scorer:
+    return Scorer(RewardConfig(function=function, **{"timeout": 1.0, "max_failed": 1.0, **settings}))
+
+
+def score(scorer: Scorer, responses: list[str], truth: str = "right", **columns):
+    return scorer.score(["p"] * len(responses), responses, [truth] * len(responses), **columns)
+
+
+def test_a_failing_answer_has_no_reward_and_a_reason_and_the_others_are_scored():
+    responses = [word for failing in FAILING for word in (failing, "right")]
+    with_two = scorer(processes=2)
+    scores = score(with_two, responses)
+    with_two.close()
+    assert scores.rewards[1::2] == [1.0] * len(FAILING) and all(scores.solved[1::2])
+    assert not any(scores.errors[1::2])
+    assert all(math.isnan(reward) for reward in scores.rewards[::2]) and not any(scores.solved[::2])
+    for reason, wanted in zip(scores.errors[::2], FAILING.values(), strict=True):
+        assert reason and reason.startswith(wanted)
+    assert scores.metrics["failed"] == len(FAILING)
+    assert scores.metrics["mean"] == scores.metrics["solved"] == 1.0
+
+
+def test_too_many_failures_are_an_error_with_counts_and_the_first_reason():
+    half = scorer(max_failed=0.5)
+    assert score(half, ["raise", "right"]).metrics["failed"] == 1
+    with pytest.raises(RewardError) as caught:
+        score(half, ["none", "raise", "raise", "right"])
+    half.close()
+    message = str(caught.value)
+    assert "3 of 4 answers could not be scored" in message and "max_failed=0.5 accepts 2" in message
+    assert "First reason: returned None." in message and "2 x ValueError" in message
+
+
+def test_a_process_that_is_not_to_blame_is_kept_and_one_that_hung_is_replaced():
+    one = scorer()
+    first, after_error, hung, replaced = score(one, ["pid", "raise", "pid", "sleep", "pid"]).rewards[::2] + [0.0]
+    again = score(one, ["pid"]).rewards[0]
+    one.close()
+    assert first == after_error and hung == again != first
+    assert replaced == 0.0
+    for pid in (first, again):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_children_of_a_hung_function_end_with_it():
+    one = scorer()
+    score(one, ["child"], truth="54321")
+    one.close()
+    found = subprocess.run(["pgrep", "-f", "^sleep 54321$"], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+
+
+def test_scoring_processes_end_with_a_killed_parent_even_inside_a_function(tmp_path: Path):
+    program = (
+        "import sys; from hybridflow.config import RewardConfig; from hybridflow.rewards.scorer import Scorer\n"
+        f"scorer = Scorer(RewardConfig(function={OBEY!r}, timeout=600))\n"
+        "print(int(scorer.score(['p'], ['pid'], [''])  .rewards[0]), flush=True)\n"
+        "scorer.score(['p'], ['regex'], [''])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_dict_reports_score_solved_and_further_numbers():
+    one = scorer()
+    scores = score(one, ["dict", "true", "raise"])
+    one.close()
+    assert scores.rewards[:2] == [0.5, 1.0] and scores.solved == [True, True, False]
+    assert scores.metrics["length"] == 3.0 and scores.metrics["mean"] == 0.75
+
+
+def test_solved_is_a_threshold_where_the_function_does_not_say():
+    one = scorer("tests.rewards.hostile:with_extra", solved_at=0.7, options={"factor": 2.0})
+    scores = score(one, ["a", "b"], extra_info=[{"weight": 0.3}, {"weight": 0.4}])
+    one.close()
+    assert scores.rewards == [0.6, 0.8] and scores.solved == [False, True]
+
+
+def test_what_cannot_be_sent_fails_its_answer_alone():
+    one = scorer("tests.rewards.hostile:any_columns")
+    scores = score(one, ["a", "b"], extra_info=[lambda: 1, {}])
+    one.close()
+    assert scores.rewards[1] == 1.0
+    assert scores.errors[0] and scores.errors[0].startswith("the answer's columns cannot be sent")
+
+
+def test_a_function_that_cannot_be_used_is_refused_when_the_scorer_is_built(tmp_path: Path):
+    with pytest.raises(RewardError, match="has no 'obay'"):
+        scorer("tests.rewards.hostile:obay", processes=2)
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(RewardError, match=r"died while importing it \(exit code 7\)"):
+        scorer(f"{tmp_path}/dies.py:f")
+    with pytest.raises(RewardError, match=r"reward\.processes=0"):
+        scorer(processes=0)
+    with pytest.raises(RewardError, match=r"reward\.max_failed=2"):
+        scorer(max_failed=2.0)
+
+
+def test_columns_of_different_lengths_are_an_error():
+    one = scorer()
+    with pytest.raises(ValueError, match="zip"):
+        one.score(["p"], ["a", "b"], ["x"])
+    assert score(one, []).rewards == []
+    one.close()

@@ -1,0 +1,44 @@
+"""Tiny Hugging Face folders with random weights, made by transformers: the oracle's own models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB = 61
+
+
+def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str = "float32", **changes: Any) -> str:
+    """Write a random model of 2 layers and width 32 below ``folder``; returns its path.
+
+    Args:
+        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        changes: fields of the transformers config, such as ``tie_word_embeddings``.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+        **({"head_dim": 8} if architecture != "qwen2" else {}),
+        **changes,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return str(folder)
