@@ -1,4 +1,4 @@
-"""What holds for every test: no network, no usage statistics, a fixed order from fast to slow, reproducible examples."""
+"""What holds for every test: no network, no usage statistics, fast tests first, the same examples every time."""
 
 import os
 

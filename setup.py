@@ -13,7 +13,7 @@ README = Path(__file__).with_name("README.md")
 setup(
     name="hybridflow",
     version="0.1.0",
-    description="RL post-training of language models: one driver program, distributed method calls, resharding in place",
+    description="RL post-training of language models: one driver program, distributed method calls, resharding",
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

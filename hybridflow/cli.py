@@ -55,8 +55,7 @@ def _check(arguments: Sequence[str]) -> None:
     composed = compose(line.config_name, line.overrides, config_dir=line.config_dir)
     if line.show:
         return print(OmegaConf.to_yaml(composed, resolve=True), end="")
-    schema = OmegaConf.get_type(composed)
-    assert schema in SCHEMAS.values()
+    schema = SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
     print(check(typed(composed, schema, line.config_name)).placement_table())
     print("every setting is fine; nothing was started.")
 

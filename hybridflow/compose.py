@@ -1,9 +1,9 @@
 """From a config's name and overrides to one typed, checked-by-type configuration, by Hydra.
 
 Where it stands: before everything else in a driver. :func:`driver` wraps a driver's ``main``; :func:`load` is the same
-without a command line. Hydra composes YAML files over a dataclass schema; what comes out is a tree of the dataclasses of
-``config.py``, complete and of the right types. The invariant: every mistake is one ConfigError that names the setting and
-the fix, and nothing has been started when it is raised.
+without a command line. Hydra composes YAML files over a dataclass schema; what comes out is a tree of the dataclasses
+of ``config.py``, complete and of the right types. The invariant: every mistake is one ConfigError that names the
+setting and the fix, and nothing has been started when it is raised.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hybridflow.config import GRPOConfig, RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError, nearest
-from hybridflow.settings import SCHEMAS, children, doc_of, free_dicts, settings_of, type_at, type_text
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+from hybridflow.settings import SCHEMAS, children, doc_of, free_dicts, groups_of, settings_of, type_at, type_text
 
 Config = TypeVar("Config", bound=RunConfig)
 ConfigT_contra = TypeVar("ConfigT_contra", bound=RunConfig, contravariant=True)
@@ -148,35 +153,28 @@ def compose(
     Raises:
         ConfigError: as :func:`load`.
     """
-    import hydra
-    from hydra.core.config_store import ConfigStore
-
     schemas = SCHEMAS | ({schema.__name__: schema} if schema else {})
     for name, node in schemas.items():
         ConfigStore.instance().store(group=SCHEMA_GROUP, name=name, node=node, package="_global_", provider="schema")
     shipped = shipped_configs()
-    search = []
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise ConfigError(
-                f"--config-dir {config_dir}: no such folder. Give the folder that holds your .yaml files."
-            )
-        search = [f"hydra.searchpath=['file://{shipped}']"]
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder. Give the folder that holds your .yaml files.")
     guess = schema or GRPOConfig
     folders = [shipped, *([Path(config_dir)] if config_dir else [])]
     parsed = [_parsed(text) for text in overrides]
-    groups = [p.input_line for p in parsed if _chooses_group(p, folders)]
+    groups = [p.input_line or "" for p in parsed if _chooses_group(p, folders)]
+    Plugins.instance().register(ShippedConfigs)
     with hydra.initialize_config_dir(str(Path(config_dir or shipped).resolve()), version_base="1.3"):
         try:
-            composed = hydra.compose(config_name, overrides=[*search, *groups])
+            composed = hydra.compose(config_name, overrides=groups)
         except Exception as error:  # Hydra and OmegaConf share no base class
             raise _explained(error, config_name, guess) from None
     made_for = OmegaConf.get_type(composed)
-    if made_for not in schemas.values():
+    if made_for is None or made_for not in schemas.values():
         want = guess.__name__
         raise ConfigError(
-            f"config {config_name!r} has no schema: put `- {SCHEMA_GROUP}/{want}` (or another config that has it) first "
-            "in its defaults list."
+            f"config {config_name!r} has no schema: put `- {SCHEMA_GROUP}/{want}` (or another config that has it) "
+            "first in its defaults list."
         )
     if schema is not None and made_for is not schema:
         raise ConfigError(
@@ -191,6 +189,13 @@ def compose(
     return composed
 
 
+class ShippedConfigs(SearchPathPlugin):
+    """Lets Hydra find HybridFlow's own configs behind a user's."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("hybridflow", f"file://{shipped_configs()}")
+
+
 def typed(composed: DictConfig, schema: type[Config], config_name: str) -> Config:
     """The composed configuration as dataclasses; ConfigError names every value that is still missing."""
     try:
@@ -202,8 +207,8 @@ def typed(composed: DictConfig, schema: type[Config], config_name: str) -> Confi
         docs = {path: doc_of(schema, path).replace("``", "").rstrip(".") for path in missing}
         raise ConfigError(
             "\n".join(
-                f"{path} has no value{f' ({doc})' if doc else ''}. Give it as {path}=VALUE on the command line, or in the "
-                f"config file {config_name!r}."
+                f"{path} has no value{f' ({doc})' if doc else ''}. Give it as {path}=VALUE on the command line, or in "
+                f"the config file {config_name!r}."
                 for path, doc in docs.items()
             )
         )
@@ -259,9 +264,6 @@ class exit_on_error:
 
 
 def _parsed(text: str) -> Override:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     try:
         parsed = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -286,14 +288,14 @@ def _chooses_group(override: Override, folders: Sequence[Path]) -> bool:
 
 
 def _changed(composed: DictConfig, override: Override, schema: type) -> DictConfig:
-    """The configuration with one setting changed. ``+`` and ``++`` mean nothing more: the schema decides what exists."""
+    """The configuration with one setting changed; ``+`` and ``++`` add nothing, for the schema decides what exists."""
     path = override.key_or_group
     *parents, last = path.split(".")
     if not all([*parents, last]) or type_at(schema, path) is None:
         raise _unknown(path, "", schema)
     if override.is_delete():
         parent = OmegaConf.select(composed, ".".join(parents)) if parents else None
-        if ".".join(parents) not in free_dicts(schema) or last not in (parent or ()):
+        if parent is None or ".".join(parents) not in free_dicts(schema) or last not in parent:
             raise ConfigError(f"~{path}: only entries of {', '.join(free_dicts(schema))} can be removed.")
         del parent[last]
         return composed
@@ -318,7 +320,6 @@ def _cause(error: BaseException, *kinds: Any) -> Any:
 
 def _explained(error: BaseException, config_name: str, schema: type) -> ConfigError:
     """What an exception of Hydra or OmegaConf means for somebody who wrote a setting."""
-    from hydra.errors import MissingConfigException
     from omegaconf import errors as omega
     from yaml import YAMLError
 
@@ -371,9 +372,10 @@ def _unknown(path: str, where: str, schema: type) -> ConfigError:
 
 def _wrong_type(error: Any, where: str, schema: type, given: Any = None, at: str = "") -> ConfigError:
     path = re.sub(r"\[\d+\]", "", error.full_key or at)
+    if not path:  # for a group, OmegaConf says which class it wants, not where
+        wanted = re.search(r"not a subclass of (\w+)", str(error))
+        path = next(iter(groups_of(schema, wanted[1] if wanted else "")), "a value")
     kind = type_at(schema, path)
-    if kind is None:  # OmegaConf does not always say where
-        return ConfigError(f"{where}{str(error).splitlines()[0]}")
     found = re.search(r"^(?:Value|Cannot convert) '(.*?)' (?:of type|\()|\. value: (.*)$", str(error), re.M)
     value = found[1] or found[2] if found else "null" if given is None else given
     if not found and where:

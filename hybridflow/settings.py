@@ -1,7 +1,7 @@
 """What the schemas of ``config.py`` say about each setting: path, type, default and meaning.
 
-Read by error messages, ``--help`` and ``docs/configuration.md``, so that none of them repeats the schema. The invariant:
-every field of a schema is listed exactly once, by its path, in the schema's order.
+Read by error messages, ``--help`` and ``docs/configuration.md``, so that none of them repeats the schema. The
+invariant: every field of a schema is listed exactly once, by its path, in the schema's order.
 
 ``python -m hybridflow.settings docs/configuration.md`` writes the tables between the marks of that file anew.
 """
@@ -73,6 +73,14 @@ def free_dicts(schema: type) -> tuple[str, ...]:
         if path and ".".join(path) not in found:
             found.append(".".join(path))
     return tuple(found)
+
+
+def groups_of(schema: type, name: str) -> list[str]:
+    """Paths of the groups whose dataclass has this name."""
+    paths = {
+        ".".join(parts[:end]) for s in settings_of(schema) for parts in [s.path.split(".")] for end in range(len(parts))
+    }
+    return sorted(path for path in paths if path and getattr(type_at(schema, path), "__name__", "") == name)
 
 
 def children(schema: type, path: str) -> list[str]:
@@ -179,7 +187,7 @@ def _section(title: str, rows: typing.Sequence[Setting]) -> str:
     return "\n".join(lines)
 
 
-def _walk(schema: type, prefix: str, defaults: Any) -> Iterator[Setting]:
+def _walk(schema: Any, prefix: str, defaults: Any) -> Iterator[Setting]:
     docs = _docs(schema)
     kinds = _types(schema)
     for f in dataclasses.fields(schema):
@@ -187,7 +195,8 @@ def _walk(schema: type, prefix: str, defaults: Any) -> Iterator[Setting]:
         value = getattr(defaults, f.name)
         if dataclasses.is_dataclass(kind):
             yield from _walk(kind, f"{path}.", value)
-        elif _origin(kind) is dict and dataclasses.is_dataclass(item := _not_none(typing.get_args(kind)[1])):
+        elif _origin(kind) is dict and dataclasses.is_dataclass(_not_none(typing.get_args(kind)[1])):
+            item: Any = _not_none(typing.get_args(kind)[1])
             yield from _walk(item, f"{path}.{ANY_NAME}.", item())
         else:
             yield Setting(path, kind, value, docs.get(f.name, ""))

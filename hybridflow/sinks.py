@@ -1,12 +1,14 @@
 """Where metrics go besides ``metrics.jsonl``: TensorBoard, Weights & Biases, MLflow.
 
-Where it stands: :class:`hybridflow.tracking.Tracker` gives each sink every row; a sink never reads. All three work without
-a network. The invariant: importing this module imports none of them, so only the ones a run names have to be installed.
+Where it stands: :class:`hybridflow.tracking.Tracker` gives each sink every row; a sink never reads. All three work
+without a network. The invariant: importing this module imports none of them, so only the ones a run names have to be
+installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import shutil
 import uuid
@@ -80,8 +82,7 @@ class Wandb:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
-        import wandb
-
+        wandb: Any = importlib.import_module("wandb")
         run_id = _kept_id(run_dir / "wandb_id", bool(list(earlier)), lambda: uuid.uuid4().hex[:8])
         self._run = wandb.init(
             project=config.tracking.project,
@@ -101,11 +102,10 @@ class Wandb:
 
 
 class MLflow:
-    """A run of experiment ``tracking.project``, in ``<run>/mlflow`` unless ``MLFLOW_TRACKING_URI`` names a server."""
+    """A run of experiment ``tracking.project``, in ``<run>/mlflow.db`` or where ``MLFLOW_TRACKING_URI`` says."""
 
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
-        import mlflow
-
+        mlflow: Any = importlib.import_module("mlflow")
         local = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         experiment = self._client.get_experiment_by_name(config.tracking.project)

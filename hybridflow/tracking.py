@@ -1,12 +1,13 @@
-"""What a run shows and keeps: a progress bar with one line a step, ``metrics.jsonl``, ``rollouts.jsonl``, other trackers.
+"""What a run shows and keeps: a progress bar with one line a step, ``metrics.jsonl``, ``rollouts.jsonl``, other
+trackers.
 
     <run>/config.yaml      the resolved configuration, itself a config file: --config-dir <run> --config-name config
     <run>/metrics.jsonl    one JSON object a step, flushed at once
     <run>/rollouts.jsonl   one JSON object a sample
 
-Where it stands: the last call of a step. Invariants: a step has exactly one row in ``metrics.jsonl``, in the order of the
-steps; after a resume no row of a step that is to come is left in any file. JSON has no NaN: a value that is not finite is
-``null`` in its row, and the row's ``not_finite`` names it.
+Where it stands: the last call of a step. Invariants: a step has exactly one row in ``metrics.jsonl``, in the order of
+the steps; after a resume no row of a step that is to come is left in any file. JSON has no NaN: a value that is not
+finite is ``null`` in its row, and the row's ``not_finite`` names it.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ class Tracker:
         found = metrics.get("rollout_vs_trainer/max_diff")
         if found is not None and not found <= limit:  # NaN is a mismatch
             self.say(
-                f"warning: step {step}: the rollout's log_probs differ from the trainer's by up to {found:.3g}, more than "
-                f"{limit:g} (tracking.mismatch_limit)."
+                f"warning: step {step}: the rollout's log_probs differ from the trainer's by up to {found:.3g}, more "
+                f"than {limit:g} (tracking.mismatch_limit)."
             )
 
 

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lower never imports higher. Rooms of one rank may import one another.
 RANKS = [
     ("errors", "config", "settings", "compose", "platform", "timing", "algorithms", "protocol", "resharding"),
-    ("models", "data", "rewards", "tracking", "checkpoint"),
-    ("checks",),
+    ("models", "data", "rewards"),
+    ("checks", "checkpoint", "tracking", "sinks", "report"),
     ("engines",),
     ("workers",),
     ("controller",),

@@ -56,7 +56,9 @@ def convert(source: Path, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a Hugging Face folder.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path("models/smollm2"), help="folder (default: %(default)s)")
+    parser.add_argument(
+        "out", type=Path, nargs="?", default=Path("models/smollm2"), help="folder (default: %(default)s)"
+    )
     out: Path = parser.parse_args().out
     if (out / "config.json").is_file():
         print(f"{out} is there already; delete the folder to make it again.")

@@ -84,13 +84,14 @@ def settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
         if n < 2:
             yield Problem(
                 "rollout.n",
-                f"rollout.n={n}: GRPO compares
-            the samples of one prompt, so one alone has advantage 0. Set it to 2 or more.", )
+                f"rollout.n={n}: GRPO compares the samples of one prompt, so one alone has advantage 0. "
+                "Set it to 2 or more.",
+            )
         if config.rollout.sampling.temperature == 0:
             yield Problem(
                 "rollout.sampling.temperature",
-                "rollout.sampling.temperature=0: all samples of a prompt would be equal, and nothing is learned. Set it "
-                "above 0, such as 1.0. (Evaluation has its own: evaluate.sampling.)",
+                "rollout.sampling.temperature=0: all samples of a prompt would be equal, and nothing is learned. Set "
+                "it above 0, such as 1.0. (Evaluation has its own: evaluate.sampling.)",
             )
         if loss == "sft":
             yield Problem("actor.loss.name", "actor.loss.name='sft' ignores advantages; GRPO needs 'ppo'.")
@@ -107,7 +108,7 @@ def truncated_sampling_is_seen(facts: Facts) -> Iterator[Problem]:
     if (s.top_p < 1 or s.top_k > 0) and not isinstance(facts.config, SFTConfig):
         yield Problem(
             "rollout.sampling",
-            f"rollout.sampling.top_p={s.top_p}, top_k={s.top_k}: rollouts are drawn from a truncated distribution, while "
-            "the trainer's log_probs are over the full one. Expect a mismatch; top_p=1 and top_k=0 avoid it.",
+            f"rollout.sampling.top_p={s.top_p}, top_k={s.top_k}: rollouts are drawn from a truncated distribution, "
+            "while the trainer's log_probs are over the full one. Expect a mismatch; top_p=1 and top_k=0 avoid it.",
             warning=True,
         )

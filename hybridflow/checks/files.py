@@ -77,9 +77,9 @@ def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "rollout.kv_cache_gb",
             f"rollout.kv_cache_gb={facts.config.rollout.kv_cache_gb} ({int(have)} bytes) does not hold one sequence of "
-            f"{facts.longest} tokens: 2 * {layers} layers * {heads} kv heads * {spec.head_dim} * {size} bytes = {a_token} "
-            f"bytes a token, * {blocks * KV_BLOCK_TOKENS} tokens in whole blocks = {need} bytes. Set it to at least "
-            f"{math.ceil(need / 2**30 * 1000) / 1000:g}.",
+            f"{facts.longest} tokens: 2 * {layers} layers * {heads} kv heads * {spec.head_dim} * {size} bytes = "
+            f"{a_token} bytes a token, * {blocks * KV_BLOCK_TOKENS} tokens in whole blocks = {need} bytes. Set it to "
+            f"at least {math.ceil(need / 2**30 * 1000) / 1000:g}.",
         )
 
 
@@ -102,8 +102,8 @@ def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
                 fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
                 yield Problem(
                     f"roles.{role}.layout",
-                    f"roles.{role}.layout.{axis}={degree} does not divide the model's {', '.join(bad)}. Set it to one of "
-                    f"{', '.join(fitting)}.",
+                    f"roles.{role}.layout.{axis}={degree} does not divide the model's {', '.join(bad)}. Set it to one "
+                    f"of {', '.join(fitting)}.",
                 )
 
 

@@ -36,8 +36,8 @@ def pools_exist(facts: Facts) -> Iterator[Problem]:
         elif role in MODEL_ROLES and pools[at.pool].kind == "cpu":
             yield Problem(
                 f"roles.{role}",
-                f"roles.{role}.pool={at.pool!r} has kind 'cpu', whose processes have no device; {role} computes with the "
-                f"model. Give it a pool of kind 'device', or set pools.{at.pool}.kind=device.",
+                f"roles.{role}.pool={at.pool!r} has kind 'cpu', whose processes have no device; {role} computes with "
+                f"the model. Give it a pool of kind 'device', or set pools.{at.pool}.kind=device.",
             )
     for pool in pools:
         if pool not in {at.pool for at in facts.placed.values()}:
@@ -50,8 +50,8 @@ def rollout_shares_the_actors_pool(facts: Facts) -> Iterator[Problem]:
     if actor != rollout:
         yield Problem(
             "roles.rollout",
-            f"roles.rollout.pool={rollout!r} is not the actor's pool {actor!r}: weights do not travel between pools yet. "
-            f"Set roles.rollout.pool={actor}.",
+            f"roles.rollout.pool={rollout!r} is not the actor's pool {actor!r}: weights do not travel between pools "
+            f"yet. Set roles.rollout.pool={actor}.",
         )
 
 

@@ -10,11 +10,10 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hybridflow import checks
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint import CheckpointStore, resume_from
 from hybridflow.config import RunConfig, SFTConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import make_groups, make_pools
@@ -45,8 +44,8 @@ def launch(config: RunConfig) -> Iterator[Run]:
     print(source.describe())
     if config.roles.get("reward") is not None:
         load_function(config.reward.function)
-    store = CheckpointStore(Path(plan.run_dir) / "checkpoints", config.checkpoint.keep)
-    resumed = _checkpoint_to_resume(config, store)
+    store = CheckpointStore(plan.run_dir / "checkpoints", config.checkpoint.keep)
+    resumed = resume_from(config.checkpoint.resume, store)
 
     with contextlib.ExitStack() as stack:
         tracker = stack.enter_context(Tracker(config, plan, resumed_step=resumed[0] if resumed else 0))
@@ -58,16 +57,11 @@ def launch(config: RunConfig) -> Iterator[Run]:
         for group in groups.values():
             if isinstance(group, WorkerGroup):
                 group.setup()
-        run = Run(config, plan, groups, source, tracker, store)
+        run = Run(config, groups, source, tracker, store)
         if resumed:
-            run.restore(*resumed)
+            run.restore(resumed[1])
         yield run
         tracker.finish()
-
-
-def _checkpoint_to_resume(config: RunConfig, store: CheckpointStore) -> tuple[int, Path] | None:
-    """The checkpoint that ``checkpoint.resume`` names, or None for a new run."""
-    ...
 
 
 @contextlib.contextmanager
@@ -78,13 +72,13 @@ def _ray(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "include_dashboard": False}
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.ray.address:
-        ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=config.ray.address, **settings)
     else:
-        ray.init(object_store_memory=int(config.ray.object_store_gb * 2**30), **settings)
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
+        store = int(config.ray.object_store_gb * 2**30)
+        ray.init(object_store_memory=store, include_dashboard=False, **settings)
     try:
         yield
     finally:

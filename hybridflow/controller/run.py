@@ -9,6 +9,7 @@ weight version is the number of the last finished step.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,14 +19,16 @@ from typing import Any
 
 from hybridflow.algorithms.metrics import batch_metrics
 from hybridflow.checkpoint import CheckpointStore
-from hybridflow.checks import Plan
 from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole
 from hybridflow.data.prompts import PromptSource
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.meta import mean_metrics
 from hybridflow.timing import Timer
 from hybridflow.tracking import Tracker
+
+INTERRUPTED = "interrupted"
 
 
 class Run:
@@ -45,22 +48,19 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        plan: Plan,
         groups: Mapping[str, WorkerGroup | AbsentRole],
         source: PromptSource,
         tracker: Tracker,
         store: CheckpointStore,
     ) -> None:
-        self.config, self.plan, self.source, self.tracker, self.store = config, plan, source, tracker, store
+        self.config, self.source, self.tracker, self.store = config, source, tracker, store
         self.groups = dict(groups)
         for role, group in groups.items():
             setattr(self, role, group)
         self.step = 0
-        self.timer_of_step = Timer()
         self.stop_reason = ""
-        self._saved_at = -1
-        self._evaluated: dict[str, float] = {}
-        self._synced_at = -1
+        self._timer = Timer()
+        self._saved = self._synced = -1
 
     # -- the driver's side
 
@@ -70,22 +70,19 @@ class Run:
         Evaluates before the first step, ends early at ``evaluate.stop_at`` or after Ctrl-C, and evaluates and saves
         after the last one.
         """
-        self.sync_weights()
         with _Interrupts(self):
             if self.config.evaluate.at_start and self.step == 0:
-                self._log(0, self.evaluate())
+                with self.timer("evaluate"):
+                    found = self.evaluate()
+                self._log(found)
             while self.step < self.config.steps and not self.stop_reason:
-                self.step += 1
-                for group in self.groups.values():
-                    if isinstance(group, WorkerGroup):
-                        group.step = self.step
-                self.timer_of_step = Timer()
+                self._begin(self.step + 1)
                 yield self.source.batch(self.step)
             self._conclude()
 
     def timer(self, name: str) -> AbstractContextManager[Any]:
         """Time one named part of the step."""
-        return self.timer_of_step(name)
+        return self._timer(name)
 
     def finish_step(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """End a step: sync weights, evaluate, save and log, by the schedule in the config.
@@ -94,9 +91,9 @@ class Run:
             metrics: what ``actor.update`` returned.
             batch: everything the step produced; its columns give metrics and samples.
         """
-        found = {f"actor/{name}": value for name, value in metrics.items()}
-        found |= batch_metrics(batch)
-        found |= {name: float(value) for name, value in _flat(batch.meta_info.get("metrics", {})).items()}
+        # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
+        found = mean_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
+        found |= {f"actor/{name}": value for name, value in metrics.items()}
         if "rollout_log_probs" in batch:
             with self.timer("sync_weights"):
                 found |= self.sync_weights()
@@ -106,31 +103,37 @@ class Run:
         if self._due(self.config.checkpoint.every):
             with self.timer("save"):
                 self.save()
-        self._log(self.step, found, batch)
+        self._log(found, batch)
 
     def sync_weights(self) -> dict[str, float]:
-        """Give the rollout the actor's weights, stamped with the number of finished steps."""
-        if not self.rollout or not self.actor or self._synced_at == self.step:
+        """Give the rollout the actor's weights, stamped with the number of finished steps.
+
+        Does nothing where the rollout has them already. Returns ``sync/bytes`` and ``sync/seconds``, the sum and the
+        longest over devices.
+        """
+        if not self.rollout or self._synced == self.step:
             return {}
         reports = self.rollout.sync_weights(self.step)
-        self._synced_at = self.step
-        return {f"sync/{name}": sum(r[name] for r in reports) for name in reports[0]} if reports else {}
+        self._synced = self.step
+        return {
+            "sync/bytes": sum(report["bytes"] for report in reports),
+            "sync/seconds": max(report["seconds"] for report in reports),
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts under the current weights.
 
         Returns:
             ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``, and the accuracy of each data
-            source where there are several; empty where nothing is held out or no rollout is placed.
+            source where there are several; empty where nothing is held out, or no rollout or reward is placed.
         """
         settings = self.config.evaluate
         prompts = self.source.held_out()
-        if settings.size:
-            prompts = prompts[: settings.size]
         if not self.rollout or not self.reward or len(prompts) == 0:
             return {}
         self.sync_weights()
-        batch = self.rollout.generate(prompts.repeat(settings.n), sampling=settings.sampling, tag="evaluate")
+        prompts = prompts[: settings.size or len(prompts)].repeat(settings.n)
+        batch = self.rollout.generate(prompts, sampling=settings.sampling, tag="evaluate")
         batch = batch.union(self.reward.score(batch))
         solved = batch["solved"].double()
         found = {
@@ -138,60 +141,77 @@ class Run:
             "evaluate/reward": batch["rewards"].double().nanmean().item(),
             "evaluate/length": batch.lengths("responses").double().mean().item(),
         }
-        sources = batch["data_source"]
+        sources = batch["data_source"].tolist()
         if len(set(sources)) > 1:
             for name in sorted(set(sources)):
                 found[f"evaluate/accuracy/{name}"] = solved[[s == name for s in sources]].mean().item()
         if settings.stop_at and found["evaluate/accuracy"] >= settings.stop_at:
-            self.stop_reason = f"evaluate.stop_at={settings.stop_at} reached"
-        self._evaluated = found
+            self.stop(f"evaluate.stop_at={settings.stop_at} is reached")
         return found
 
     def save(self) -> Path:
-        """Write a checkpoint of the finished step: actor, optimizer, counters."""
+        """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
         with self.store.writing(self.step) as folder:
-            self.actor.save(str(folder))
-            self.store.write_json(folder / "run.json", {"step": self.step, "weight_version": self.step})
-        self._saved_at = self.step
-        return self.store.folder(self.step)
+            self.actor.save(str(folder.absolute()))
+            self.store.write_json(folder / "run.json", {"step": self.step})
+        self._saved = self.step
+        saved = self.store.folder(self.step)
+        link = self.tracker.run_dir / "model"
+        fresh = link.with_name("model.new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(os.path.relpath(saved / "model", link.parent))
+        fresh.replace(link)
+        return saved
+
+    def restore(self, folder: Path) -> None:
+        """Continue from a checkpoint: weights, optimizer, schedule, the number of the step and with it the data."""
+        self.actor.load(str(folder.absolute()))
+        self._begin(int(self.store.read_json(folder / "run.json")["step"]))
+        self._saved = self.step
+        self.tracker.say(f"resumed from {folder}: step {self.step} is done")
 
     def stop(self, reason: str) -> None:
-        """End after the current step."""
+        """End the run after the current step."""
         self.stop_reason = self.stop_reason or reason
 
     # -- inside
+
+    def _begin(self, step: int) -> None:
+        self.step = step
+        for group in self.groups.values():
+            if group:
+                group.step = step
+        self._timer.flush()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
     def _conclude(self) -> None:
-        """After the last step: evaluate and save what the schedule has not."""
-        if not self._due(self.config.evaluate.every) and self.stop_reason != "interrupted":
+        """After the last step: evaluate and save what the schedule has not, and say how the run ended."""
+        interrupted = self.stop_reason == INTERRUPTED
+        if not interrupted and self.step > 0 and not self._due(self.config.evaluate.every):
+            self._timer.flush()
             found = self.evaluate()
             if found:
                 self.tracker.log(self.step, found)
-        if self._saved_at != self.step and self.step > 0:
+        if self._saved != self.step and self.step > 0:
             self.save()
-
-    def _log(self, step: int, metrics: Mapping[str, float], batch: DataProto | None = None) -> None:
-        seconds = self.timer_of_step.flush()
-        found = {**metrics, **seconds}
-        if batch is not None and seconds.get("time/step"):
-            tokens = int(batch.lengths("prompts").sum() + batch.lengths("responses").sum())
-            found["throughput/tokens_per_second"] = tokens / seconds["time/step"]
-            found["throughput/response_tokens_per_second"] = (
-                int(batch.lengths("responses").sum()) / seconds["time/step"]
+        if interrupted:
+            self.tracker.say(
+                f"Interrupted after step {self.step} of {self.config.steps}; the checkpoint is "
+                f"{self.store.folder(self.step)}. Go on with the same command and checkpoint.resume=auto."
             )
-        self.tracker.log(step, found, batch)
+        elif self.stop_reason:
+            self.tracker.say(f"Stopped after step {self.step}: {self.stop_reason}.")
 
-
-def _flat(metrics: Any) -> dict[str, float]:
-    """Metrics of one worker, or the mean over a list of workers' metrics."""
-    if isinstance(metrics, Mapping):
-        return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-    if not metrics:
-        return {}
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+    def _log(self, metrics: Mapping[str, float], batch: DataProto | None = None) -> None:
+        found = {**metrics, **self._timer.flush()}
+        if batch is not None:
+            response_tokens = float(batch.lengths("responses").sum())
+            tokens = response_tokens + float(batch.lengths("prompts").sum())
+            found["throughput/tokens_per_second"] = tokens / found["time/step"]
+            found["throughput/response_tokens_per_second"] = response_tokens / found["time/step"]
+        self.tracker.log(self.step, found, batch)
 
 
 class _Interrupts:
@@ -207,9 +227,9 @@ class _Interrupts:
                 self.previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.run.stop_reason == "interrupted" and number == signal.SIGINT:
+        if self.run.stop_reason == INTERRUPTED and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.run.stop_reason = "interrupted"
+        self.run.stop_reason = INTERRUPTED
         self.run.tracker.say("Finishing this step, then saving. Press Ctrl-C again to stop at once.")
 
     def __exit__(self, *_: object) -> None:

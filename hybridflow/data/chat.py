@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import DataError, ModelError
@@ -19,25 +18,7 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local folder and check that a run can use it.
-
-    Raises:
-        ModelError: for a folder without a tokenizer, and for what :func:`check_tokenizer` refuses.
-    """
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
-        raise ModelError(f"tokenizer: {folder} is no folder. Set model.path or model.tokenizer_path to a local one.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"tokenizer at {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-    check_tokenizer(tokenizer, folder)
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path = "") -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that would go wrong in silence.
 
     A padding token that is also the end-of-sequence token is fine: token columns are jagged and nothing is padded with
@@ -47,7 +28,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path = "")
     Raises:
         ModelError: without a chat template or an end-of-sequence token, or with a pad or end token that is real text.
     """
-    folder = folder or tokenizer.name_or_path
+    folder = tokenizer.name_or_path or "(made in this process)"
     if not tokenizer.chat_template:
         raise ModelError(
             f"tokenizer at {folder} has no chat template. Base models often have none: use the instruct model's "
@@ -127,8 +108,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: set[int]) -> list[int]:
     """The ids of :func:`answer_text` up to and with the token that ends the turn.
 
-    Templates write blanks behind that token, which the model never has to produce. A template that ends a turn without a
-    special token gets the end-of-sequence token.
+    Templates write blanks behind that token, which the model never has to produce. Where a template ends a turn without
+    a special token, the end-of-sequence token is added.
 
     Args:
         tokenizer: gives the end-of-sequence token, and decodes.

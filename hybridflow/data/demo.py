@@ -2,8 +2,8 @@
 
 Where it stands: before a run; everything it writes is read back like a user's own model and data. ``python -m
 hybridflow.data.demo --out DIR`` writes ``DIR/model`` (a Qwen3 folder with random weights and a byte tokenizer),
-``DIR/train.jsonl`` and ``DIR/heldout.jsonl``. Invariant: the same seed writes the same weights and the same rows, and no
-addition stands in both files.
+``DIR/train.jsonl`` and ``DIR/heldout.jsonl``. Invariant: the same seed writes the same weights and the same rows, and
+no addition stands in both files.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def write_demo(out: str | Path, seed: int = 0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hybridflow.data.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", required=True, type=Path, help="folder to write model/, train.jsonl, heldout.jsonl into")
+    parser.add_argument("--out", required=True, type=Path, help="folder for model/ and the two .jsonl files")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the split (default 0)")
     given = parser.parse_args()
     write_demo(given.out, given.seed)

@@ -1,8 +1,8 @@
 """The prompts of every training step, and the ones held out.
 
 Where it stands: first in the flow; ``batch(step)`` is what the rollout (or, with answers, the supervised update) takes.
-Invariants: ``batch`` is a function of (seed, step) alone, so a resumed run needs to know only its step; every epoch shows
-each prompt once; no prompt is held out and trained on at the same time where one source is split; nothing is cut.
+Invariants: ``batch`` is a function of (seed, step) alone, so a resumed run needs to know only its step; every epoch
+shows each prompt once; where one source is split, no prompt is both held out and trained on; nothing is cut.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hybridflow.config import DataConfig, RolloutConfig
-from hybridflow.data.chat import answer_text, encode, end_of_turn, prompt_text, with_system_prompt
+from hybridflow.data.chat import answer_text, check_tokenizer, encode, end_of_turn, prompt_text, with_system_prompt
 from hybridflow.data.sources import Row, load_rows, stream_seed
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol.data import DataProto
@@ -51,13 +51,14 @@ class PromptSource:
 
     Args:
         config: the sources and how to read them.
-        tokenizer: one that :func:`hybridflow.data.chat.check_tokenizer` accepts.
+        tokenizer: the model's; checked by :func:`hybridflow.data.chat.check_tokenizer`.
         limits: ``max_prompt_tokens`` and, for answers, ``max_tokens``.
         seed: of the split, of the order and of procedural tasks.
 
     Raises:
         DataError: for rows that cannot be read, and for long ones where ``data.long_prompts`` is ``error``.
         ConfigError: for settings that contradict the data.
+        ModelError: for a tokenizer without a chat template, or whose pad or end token is real text.
 
     Attributes:
         dropped: rows left out for their length, by part (``train``, ``evaluate``).
@@ -72,6 +73,7 @@ class PromptSource:
             raise ConfigError(f"data.evaluate_share={config.evaluate_share}: choose a share from 0 up to below 1.")
         if config.prompts_per_step < 1:
             raise ConfigError(f"data.prompts_per_step={config.prompts_per_step}: choose at least 1.")
+        check_tokenizer(tokenizer)
         self.config, self.tokenizer, self.limits, self.seed = config, tokenizer, limits, seed
         self.dropped: dict[str, int] = {}
         rows = self._numbered(config.train, seed)
@@ -95,7 +97,7 @@ class PromptSource:
         return len(self._train)
 
     def batch(self, step: int) -> DataProto:
-        """The prompts of a training step; steps count from 0.
+        """The prompts of a training step; steps count from 1.
 
         The steps walk through one endless row of epochs, so a step may hold the end of one epoch and the start of the
         next.
@@ -104,25 +106,19 @@ class PromptSource:
             ``prompts`` (jagged int64), ``uid``, ``group_ids`` (int64), ``messages``, ``ground_truth``, ``data_source``,
             ``extra_info``; ``meta_info["step"]``.
         """
+        if step < 1:
+            raise DataError(f"There is no training step {step}: steps count from 1.")
         size = self.config.prompts_per_step
-        places = (divmod(position, len(self._train)) for position in range(step * size, (step + 1) * size))
+        places = (divmod(position, len(self._train)) for position in range((step - 1) * size, step * size))
         return self._collate([self._train[self._order(epoch)[place]] for epoch, place in places], {"step": step})
 
-    def held_out(self, size: int = 0) -> DataProto:
-        """Held-out prompts, with the columns of :meth:`batch`.
+    def held_out(self) -> DataProto:
+        """All held-out prompts with the columns of :meth:`batch`; no rows where nothing is held out.
 
-        Args:
-            size: how many at most, always the same ones; 0 means all.
+        Their order is random but always the same, so the first n of them are a fair and constant sample.
         """
-        if not self._held_out:
-            raise ConfigError("There are no held-out prompts: set data.evaluate, or data.evaluate_share above 0.")
         order = np.random.default_rng([self.seed, 2]).permutation(len(self._held_out))
-        chosen = sorted(order[: size or None])
-        return collate([self._held_out[i] for i in chosen], {})
-
-    @property
-    def num_held_out(self) -> int:
-        return len(self._held_out)
+        return collate([self._held_out[i] for i in order], {})
 
     def describe(self) -> str:
         """What was read, in one line."""
@@ -162,8 +158,8 @@ class PromptSource:
             first = next(prompt for prompt in prompts if self._too_long(prompt))
             raise DataError(
                 f"{self.dropped[part]} of {len(prompts)} rows are too long; the first is {first.row.where}: "
-                f"{self._too_long(first)}. The longest prompt has {max(len(i) for i in ids)} tokens. Raise the limit, or "
-                "set data.long_prompts=filter to drop and count such rows. Nothing is ever cut."
+                f"{self._too_long(first)}. The longest prompt has {max(len(i) for i in ids)} tokens. Raise the limit, "
+                "or set data.long_prompts=filter to drop and count such rows. Nothing is ever cut."
             )
         if prompts and not kept:
             raise DataError(f"All {len(prompts)} rows were dropped as too long ({self._too_long(prompts[0])}).")
@@ -184,7 +180,10 @@ class PromptSource:
         if both:
             log.warning(
                 "%d of %d evaluation prompts of %s also stand in the training prompts of %s.",
-                both, len(held_out), self.config.evaluate, self.config.train,
+                both,
+                len(held_out),
+                self.config.evaluate,
+                self.config.train,
             )
 
 
@@ -214,9 +213,11 @@ class SupervisedSource(PromptSource):
         ends = {row[-1] for row in ids} - {self.tokenizer.eos_token_id}
         if ends:
             log.warning(
-                "The chat template ends a turn with %s, not with the eos_token %r: unless the model's generation config "
-                "stops there too, set rollout.stop_token_ids=%s.",
-                self.tokenizer.convert_ids_to_tokens(sorted(ends)), self.tokenizer.eos_token, sorted(ends),
+                "The chat template ends a turn with %s, not with the eos_token %r: unless the model's generation "
+                "config stops there too, set rollout.stop_token_ids=%s.",
+                self.tokenizer.convert_ids_to_tokens(sorted(ends)),
+                self.tokenizer.eos_token,
+                sorted(ends),
             )
         return list(ids)
 
@@ -247,7 +248,7 @@ def collate(prompts: Sequence[Prompt], meta_info: dict[str, Any]) -> DataProto:
     """Prompts as a batch; ``group_ids`` are the numbers of the rows."""
     return DataProto.from_dict(
         tensors={
-            "prompts": DataProto.jagged([torch.tensor(prompt.ids, dtype=torch.int64) for prompt in prompts]),
+            "prompts": DataProto.jagged([prompt.ids for prompt in prompts], dtype=torch.int64),
             "uid": torch.tensor([prompt.uid for prompt in prompts], dtype=torch.int64),
             "group_ids": torch.arange(len(prompts), dtype=torch.int64),
         },

@@ -1,7 +1,7 @@
 """Where prompts come from: files, ``datasets`` folders and procedural tasks, all read into the same rows.
 
-Where it stands: before the tokenizer; :mod:`hybridflow.data.prompts` turns rows into batches. Invariant: a row is either
-read whole or refused with its file and line; no row is skipped or repaired in silence.
+Where it stands: before the tokenizer; :mod:`hybridflow.data.prompts` turns rows into batches. Invariant: a row is
+either read whole or refused with its file and line; no row is skipped or repaired in silence.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def load_rows(source: str, config: DataConfig, seed: int) -> list[Row]:
     else:
         rows = [row_from(record, where, config) for record, where in read_records(source)]
     if not rows:
-        raise DataError(f"{source} holds no rows. Give data.train (or data.evaluate) a source with at least one prompt.")
+        raise DataError(
+            f"{source} holds no rows. Give data.train (or data.evaluate) a source with at least one prompt."
+        )
     return rows
 
 
@@ -145,7 +147,9 @@ def _folder_records(folder: Path) -> Iterator[tuple[Any, str]]:
             raise DataError(f"{folder} holds no {', '.join(EXTENSIONS)} file and was not saved by datasets.")
         splits = sorted({s for s in SPLITS for f in files if f.stem == s or f.stem.startswith((f"{s}-", f"{s}_"))})
         if len(splits) > 1:
-            raise DataError(f"{folder} holds files of {', '.join(splits)}: name one split, as in {folder}/{splits[-1]}*")
+            raise DataError(
+                f"{folder} holds files of {', '.join(splits)}: name one split, as in {folder}/{splits[-1]}*"
+            )
         for file in files:
             yield from _file_records(file)
 
@@ -211,8 +215,8 @@ def _ground_truth(record: Mapping[str, Any], where: str, key: str, answer: str |
         return reward_model["ground_truth"]
     if answer is None:
         raise DataError(
-            f"{where}: no ground truth: the row has no column {key!r} (data.answer_key) and no reward_model.ground_truth."
-            f"{nearest(key, record)} Set data.answer_key, or data.answer_key='' if the reward needs none."
+            f"{where}: no ground truth: the row has no column {key!r} (data.answer_key), no reward_model.ground_truth "
+            f"and no final assistant message.{nearest(key, record)} Set data.answer_key, or data.answer_key='' if the reward needs none."
         )
     return answer
 

@@ -111,7 +111,7 @@ class Checkpoint:
                 )
 
     def read(self, box: Box) -> torch.Tensor:
-        """The box's slice of its tensor, in the stored dtype; nothing else is read."""
+        """The box's slice of its tensor, in the stored dtype: a view of the mapped file, read when copied."""
         with _readable(self.folder / self._file_of[box.tensor]):
             return self._slice(box.tensor)[slices(box.source)]
 

@@ -257,7 +257,6 @@ def row_numbers(index: Any, size: int) -> torch.Tensor:
     if rows.is_floating_point() or rows.is_complex():
         if len(rows):
             raise DataError(f"the index of rows has dtype {rows.dtype}; use integers or a bool mask.")
-        rows = rows.real
     rows = rows.long()
     outside = ((rows < -size) | (rows >= size)).nonzero()
     if len(outside):

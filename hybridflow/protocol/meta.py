@@ -22,7 +22,9 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
 
     Args:
         method: name of the operation in error messages.
-        collect_metrics: collect the key ``metrics`` as :func:`merge_metrics` does instead of comparing it.
+        collect_metrics: the parts are workers that report the same metrics of their own rows: collect the key ``metrics``
+            as :func:`merge_metrics` does. Otherwise they report different metrics of the same rows: one dict of means
+            with the names of all, where a name that two parts report must have one value.
 
     Raises:
         DataError: names the key, both values and both parts where parts differ.
@@ -31,7 +33,7 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
     source: dict[str, int] = {}
     for index, part in enumerate(parts):
         for key, value in part.items():
-            if key == METRICS and collect_metrics:
+            if key == METRICS:
                 continue
             if key not in merged:
                 merged[key], source[key] = value, index
@@ -40,9 +42,19 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
                     f"{method}: meta_info[{key!r}] is {short(merged[key])} in part {source[key]} but {short(value)} in "
                     f"part {index}. Make them equal, or drop the key with select or pop first."
                 )
-    if collect_metrics and any(METRICS in part for part in parts):
-        merged[METRICS] = merge_metrics([part.get(METRICS, {}) for part in parts])
+    if any(METRICS in part for part in parts):
+        found = [part.get(METRICS, {}) for part in parts]
+        merged[METRICS] = (
+            merge_metrics(found) if collect_metrics else merge(f"{method}, metrics", [mean_metrics(m) for m in found])
+        )
     return copy.deepcopy(merged)
+
+
+def mean_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One dict of metrics as it is, or the means over several workers' dicts (NaN where one worker's is NaN)."""
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    return {name: sum(m[name] for m in metrics) / len(metrics) for name in (metrics[0] if metrics else {})}
 
 
 def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:

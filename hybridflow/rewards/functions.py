@@ -88,8 +88,8 @@ def _load_module(name: str, path: str) -> ModuleType:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise RewardError(
-                f"reward.function={path!r}: there is no module {error.name!r}. Install it, put its folder on PYTHONPATH, "
-                "or give the file: path/file.py:name."
+                f"reward.function={path!r}: there is no module {error.name!r}. Install it, put its folder on "
+                "PYTHONPATH, or give the file: path/file.py:name."
             ) from error
         raise RewardError(f"reward.function={path!r}: importing {name} failed: {describe_error(error)}") from error
 
@@ -132,8 +132,8 @@ def _check_signature(function: RewardFunction, path: str, options: Mapping[str, 
     for name in ARGUMENTS:
         if name not in parameters:
             raise RewardError(
-                f"reward.function={path!r} takes ({', '.join(parameters)}): it has no argument {name!r}. A reward function "
-                "is f(prompts, responses, ground_truth, **columns) -> list with one value an answer."
+                f"reward.function={path!r} takes ({', '.join(parameters)}): it has no argument {name!r}. A reward "
+                "function is f(prompts, responses, ground_truth, **columns) -> list with one value an answer."
             )
     for name in options:
         if name not in parameters:
@@ -172,7 +172,11 @@ def score_one(function: RewardFunction, row: Mapping[str, Any], options: Mapping
 
 def outcome_of(values: Any) -> Outcome:
     """Check what a reward function returned for one answer."""
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+    if (
+        isinstance(values, str | bytes | Mapping)
+        or not hasattr(values, "__len__")
+        or not hasattr(values, "__getitem__")
+    ):
         return failure(f"returned {_kind(values)}; a list with one value is wanted")
     if len(values) != 1:
         return failure(f"returned {len(values)} values for 1 answer")

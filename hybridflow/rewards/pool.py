@@ -1,8 +1,8 @@
 """Processes that score answers, each answer with a deadline, none able to hurt another.
 
 Where it stands: under :class:`hybridflow.rewards.scorer.Scorer`. Each lane is one thread with one process
-(:mod:`hybridflow.rewards.process`): it hands over an answer, waits for the reply until the deadline, and replaces a process
-that hung or died. Invariant: one outcome per row, in order, whatever a reward function does.
+(:mod:`hybridflow.rewards.process`): it hands over an answer, waits for the reply until the deadline, and replaces a
+process that hung or died. Invariant: one outcome per row, in order, whatever a reward function does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rewards of a batch of answers, on plain lists.
 
-Where it stands: between the reward role (:mod:`hybridflow.workers.reward`) and the pool of scoring processes. Invariant: a
-batch gets one reward per answer; an answer that fails has the reward NaN, is not solved, and says why; a batch in which
-too many fail is an error.
+Where it stands: between the reward role (:mod:`hybridflow.workers.reward`) and the pool of scoring processes.
+Invariant: a batch gets one reward per answer; an answer that fails has the reward NaN, is not solved, and says why; a
+batch in which too many fail is an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Scores:
         rewards: NaN where an answer could not be scored.
         solved: whether the answer counts as right.
         errors: why there is no reward, or None.
-        metrics: ``mean`` and ``solved`` over the scored answers, ``failed`` (a count), ``seconds``, and the mean of each
-            further number that the function reports.
+        metrics: ``seconds``, and the mean of each further number that the function reports, over the answers it was
+            reported for. What rewards, solved and errors say is not repeated.
     """
 
     rewards: list[float]
@@ -75,7 +75,7 @@ class Scorer:
             rewards=[outcome.reward for outcome in outcomes],
             solved=solved,
             errors=[outcome.error for outcome in outcomes],
-            metrics={**_metrics(outcomes, solved), "seconds": time.perf_counter() - start},
+            metrics={**_means(outcomes), "seconds": time.perf_counter() - start},
         )
 
     def close(self) -> None:
@@ -93,18 +93,15 @@ class Scorer:
             return
         counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(errors).most_common(3))
         raise RewardError(
-            f"{len(errors)} of {len(outcomes)} answers could not be scored by {self.config.function}; reward.max_failed="
-            f"{self.config.max_failed:g} accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
+            f"{len(errors)} of {len(outcomes)} answers could not be scored by {self.config.function}; "
+            f"reward.max_failed={self.config.max_failed:g} accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
             f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise reward.timeout or reward.max_failed."
         )
 
 
-def _metrics(outcomes: Sequence[Outcome], solved: Sequence[bool]) -> dict[str, float]:
-    """Means over the answers that were scored; NaN where there are none."""
-    values: dict[str, list[float]] = defaultdict(list, mean=[], solved=[])
-    for outcome, is_solved in zip(outcomes, solved, strict=True):
-        if outcome.error is None:
-            for name, value in {**outcome.extras, "mean": outcome.reward, "solved": float(is_solved)}.items():
-                values[name].append(value)
-    means = {name: sum(numbers) / len(numbers) if numbers else math.nan for name, numbers in values.items()}
-    return {**means, "failed": float(len(outcomes) - len(values["mean"]))}
+def _means(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        for name, value in outcome.extras.items():
+            values[name].append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

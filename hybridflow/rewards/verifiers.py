@@ -1,8 +1,8 @@
 """Built-in reward functions: exact match, mathematical equality, and reasoning-gym's own scorers.
 
-Where they stand: run by the scoring processes like a user's function, and written like one. Each takes lists and returns
-a list; ``extract`` says which part of an answer is compared. Invariant: an answer from which nothing can be extracted is
-wrong (0), while a ground truth that makes no sense is an error.
+Where they stand: run by the scoring processes like a user's function, and written like one. Each takes lists and
+returns a list; ``extract`` says which part of an answer is compared. Invariant: an answer from which nothing can be
+extracted is wrong (0), while a ground truth that makes no sense is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def exact_match(
     Args:
         prompts: not read.
         responses: the answers.
-        ground_truth: right answers (anything with a text); of GSM8K's form ``reasoning #### 72`` the part behind ``####``.
+        ground_truth: right answers, compared as texts; of GSM8K's ``reasoning #### 72`` what stands behind ``####``.
         extract: part of the answer that counts; a name of :data:`EXTRACTORS`.
         ignore_case: take upper and lower case as equal.
     """
@@ -50,7 +50,8 @@ def math_verify(
 ) -> list[float]:
     r"""1.0 where the answer equals the ground truth as mathematics (``1/2``, ``0.5``, ``\frac{1}{2}``); else 0.0.
 
-    The package math-verify finds the last expression in the answer by itself, so ``extract`` is rarely needed.
+    The package math-verify finds the last expression in the answer by itself, so ``extract`` is rarely needed. It reads
+    a word as a product of letters, so that anagrams are equal: compare words with :func:`exact_match`.
 
     Args:
         prompts: not read.
@@ -67,7 +68,9 @@ def math_verify(
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
         wanted = reference(truth)
-        gold = parse(wanted if "$" in wanted or "\\boxed" in wanted else f"\\boxed{{{wanted}}}", parsing_timeout=seconds)
+        gold = parse(
+            wanted if "$" in wanted or "\\boxed" in wanted else f"\\boxed{{{wanted}}}", parsing_timeout=seconds
+        )
         if not gold:
             raise ValueError(f"the ground truth {wanted!r:.80} is no mathematical expression")
         answer = extract_answer(response, extract)

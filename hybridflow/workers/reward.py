@@ -1,7 +1,7 @@
 """The reward role: texts of answers to rewards.
 
-Where it stands: after the rollout, on a pool of ``kind: cpu`` or beside other roles. Invariant: no answer can stop a batch;
-see :mod:`hybridflow.rewards.scorer` for what a failing one gets.
+Where it stands: after the rollout, on a pool of ``kind: cpu`` or beside other roles. Invariant: no answer can stop a
+batch; see :mod:`hybridflow.rewards.scorer` for what a failing one gets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hybridflow.data.chat import decode, load_tokenizer
+from hybridflow.data.chat import decode
+from hybridflow.models.tokenizer import load_tokenizer
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.rewards.scorer import Scorer
@@ -35,12 +36,12 @@ class RewardWorker(Worker):
         """Score the answers of a batch.
 
         Args:
-            batch: ``responses`` (jagged int64), ``messages``, ``ground_truth``; further object columns (``data_source``,
-                ``extra_info``, ``finish_reason``) are offered to the function.
+            batch: ``responses`` (jagged int64), ``messages``, ``ground_truth``; further object columns
+                (``data_source``, ``extra_info``, ``finish_reason``) are offered to the function.
 
         Returns:
             ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``;
-            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`.
+            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
 
         Raises:
             RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored.
@@ -59,7 +60,7 @@ class RewardWorker(Worker):
                 "solved": torch.tensor(scores.solved, dtype=torch.bool),
             },
             non_tensors={"response_text": texts, "reward_error": scores.errors},
-            meta_info={"metrics": scores.metrics},
+            meta_info={"metrics": {f"reward/{name}": value for name, value in scores.metrics.items()}},
         )
 
     def close(self) -> None:

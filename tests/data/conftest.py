@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.data.demo import write_demo
+from hybridflow.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +20,4 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(demo: Path):
-    from hybridflow.data.chat import load_tokenizer
-
-    return load_tokenizer(demo / "model")
+    return load_tokenizer(str(demo / "model"))

@@ -14,13 +14,13 @@ from hybridflow.data.chat import (
     decode,
     encode,
     end_of_turn,
-    load_tokenizer,
     prompt_text,
     with_system_prompt,
 )
 from hybridflow.data.demo import byte_tokenizer
 from hybridflow.data.prompts import special_ids
 from hybridflow.errors import DataError, ModelError
+from hybridflow.models.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "23+45="}]
 USER, ASSISTANT, END = 258, 259, 260
@@ -90,7 +90,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused_with_the_fix(demo: Path,
     shutil.copytree(demo / "model", tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"tokenizer at .*base has no chat template.*model\.tokenizer_path"):
-        load_tokenizer(tmp_path / "base")
+        check_tokenizer(load_tokenizer(str(tmp_path / "base")))
 
 
 @pytest.mark.parametrize("name", ["pad_token", "eos_token"])
@@ -99,7 +99,7 @@ def test_a_pad_or_end_token_that_is_real_text_is_refused(demo: Path, tmp_path: P
     path = tmp_path / "odd" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: "!"}))
     with pytest.raises(ModelError, match=rf"{name} is '!' \(id 33\), which ordinary text is made of"):
-        load_tokenizer(tmp_path / "odd")
+        check_tokenizer(load_tokenizer(str(tmp_path / "odd")))
 
 
 def test_a_pad_token_that_is_the_end_token_is_harmless():
@@ -108,10 +108,3 @@ def test_a_pad_token_that_is_the_end_token_is_harmless():
     check_tokenizer(tokenizer)
     tokenizer.pad_token = None
     check_tokenizer(tokenizer)
-
-
-def test_a_folder_that_holds_no_tokenizer_is_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match="is no folder"):
-        load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_tokenizer(tmp_path)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import DataConfig, RolloutConfig
+from hybridflow.data.demo import byte_tokenizer
 from hybridflow.data.prompts import PromptSource, SupervisedSource, split_rows
 from hybridflow.data.sources import Row
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, ModelError
 
 USER, ASSISTANT, END = 258, 259, 260
 
@@ -37,7 +38,7 @@ def uids(prompts: PromptSource, steps: range) -> list[int]:
 
 
 def test_a_batch_has_the_columns_of_the_contract(ten: str, tokenizer):
-    batch = source(ten, tokenizer, shuffle=False, system_prompt="S").batch(1)
+    batch = source(ten, tokenizer, shuffle=False, system_prompt="S").batch(2)
     assert batch["uid"].tolist() == [4, 5, 6, 7]
     assert batch["group_ids"].tolist() == [0, 1, 2, 3]
     assert batch.flat("prompts")[:6].tolist() == [257, ord("S"), END, USER, ord("e"), END]
@@ -46,11 +47,11 @@ def test_a_batch_has_the_columns_of_the_contract(ten: str, tokenizer):
     assert list(batch["ground_truth"]) == ["E", "F", "G", "H"]
     assert list(batch["data_source"]) == ["ten"] * 4
     assert list(batch["extra_info"]) == [{}] * 4
-    assert batch.meta_info == {"step": 1}
+    assert batch.meta_info == {"step": 2}
 
 
 def test_each_epoch_shows_each_prompt_once_and_its_end_runs_into_the_next(ten: str, tokenizer):
-    seen = uids(source(ten, tokenizer), range(5))
+    seen = uids(source(ten, tokenizer), range(1, 6))
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:]
 
@@ -58,13 +59,13 @@ def test_each_epoch_shows_each_prompt_once_and_its_end_runs_into_the_next(ten: s
 def test_a_batch_depends_on_seed_and_step_alone(ten: str, tokenizer):
     straight = source(ten, tokenizer)
     resumed = source(ten, tokenizer)
-    assert uids(resumed, range(7, 9)) == uids(straight, range(9))[-8:]
-    assert uids(straight, range(2)) == uids(resumed, range(2))
-    assert uids(source(ten, tokenizer, seed=1), range(3)) != uids(straight, range(3))
+    assert uids(resumed, range(8, 10)) == uids(straight, range(1, 10))[-8:]
+    assert uids(straight, range(1, 3)) == uids(resumed, range(1, 3))
+    assert uids(source(ten, tokenizer, seed=1), range(1, 4)) != uids(straight, range(1, 4))
 
 
 def test_without_shuffling_the_order_is_the_sources(ten: str, tokenizer):
-    assert uids(source(ten, tokenizer, shuffle=False), range(3)) == [*range(10), 0, 1]
+    assert uids(source(ten, tokenizer, shuffle=False), range(1, 4)) == [*range(10), 0, 1]
 
 
 def test_more_prompts_a_step_than_there_are_is_an_error(ten: str, tokenizer):
@@ -75,8 +76,8 @@ def test_more_prompts_a_step_than_there_are_is_an_error(ten: str, tokenizer):
 def test_the_split_is_random_seeded_and_without_overlap(ten: str, tokenizer):
     first, again = (source(ten, tokenizer, evaluate_share=0.3) for _ in range(2))
     held_out = first.held_out()["uid"].tolist()
-    assert len(first) == 7 and len(held_out) == first.num_held_out == 3
-    assert sorted(held_out + uids(first, range(7))[:7]) == list(range(10))
+    assert len(first) == 7 and len(held_out) == 3
+    assert sorted(held_out + uids(first, range(1, 8))[:7]) == list(range(10))
     assert again.held_out()["uid"].tolist() == held_out
     others = {tuple(source(ten, tokenizer, seed=s, evaluate_share=0.3).held_out()["uid"].tolist()) for s in range(8)}
     assert len(others) > 4
@@ -89,16 +90,27 @@ def test_equal_prompts_are_held_out_together():
     assert {uid % 2 for uid, _ in train} != {uid % 2 for uid, _ in held_out}
 
 
-def test_held_out_prompts_can_be_fewer_and_are_always_the_same_ones(ten: str, tokenizer):
+def test_the_first_held_out_prompts_are_a_constant_random_sample(ten: str, tokenizer):
     prompts = source(ten, tokenizer, evaluate=ten, evaluate_share=0.5)
-    assert prompts.num_held_out == len(prompts) == 10
-    assert prompts.held_out(3)["uid"].tolist() == prompts.held_out(3)["uid"].tolist()
-    assert len(prompts.held_out(3)) == 3 and len(prompts.held_out(99)) == 10
+    order = prompts.held_out()["uid"].tolist()
+    assert sorted(order) == list(range(10)) != order
+    assert prompts.held_out()["uid"].tolist() == order
 
 
-def test_no_held_out_prompts_is_an_error_only_when_they_are_asked_for(ten: str, tokenizer):
-    with pytest.raises(ConfigError, match=r"set data\.evaluate"):
-        source(ten, tokenizer).held_out()
+def test_nothing_held_out_is_a_batch_without_rows(ten: str, tokenizer):
+    assert len(source(ten, tokenizer).held_out()) == 0
+
+
+def test_there_is_no_step_before_the_first(ten: str, tokenizer):
+    with pytest.raises(DataError, match="steps count from 1"):
+        source(ten, tokenizer).batch(0)
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(ten: str):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match="has no chat template"):
+        source(ten, tokenizer)
 
 
 def test_evaluation_prompts_that_are_trained_on_are_counted(ten: str, tokenizer, tmp_path: Path, caplog):
@@ -112,7 +124,7 @@ def test_procedural_evaluation_prompts_are_not_the_training_prompts(tokenizer, c
     task = "reasoning_gym:chain_sum"
     options = {"size": 20, "min_digits": 4, "min_terms": 4}
     prompts = source(task, tokenizer, evaluate=task, options=options)
-    assert prompts.num_held_out == len(prompts) == 20
+    assert len(prompts.held_out()) == len(prompts) == 20
     assert not caplog.text
 
 
@@ -129,7 +141,7 @@ def test_long_prompts_are_filtered_and_counted_and_never_cut(tokenizer, tmp_path
     path = write_rows(tmp_path / "a.jsonl", "a", "b" * 30, "c", "d" * 40)
     limits = RolloutConfig(max_prompt_tokens=32)
     prompts = source(path, tokenizer, limits=limits, prompts_per_step=2, long_prompts="filter")
-    assert sorted(uids(prompts, range(1))) == [0, 2]
+    assert sorted(uids(prompts, range(1, 2))) == [0, 2]
     assert prompts.dropped == {"train": 2, "evaluate": 0}
     assert "dropped as too long: 2 of train" in prompts.describe()
     with pytest.raises(DataError, match="All 4 rows were dropped"):
@@ -150,7 +162,7 @@ def test_settings_out_of_range_are_refused(ten: str, tokenizer, settings: dict, 
 
 
 def test_answers_are_learnt_with_their_end(ten: str, tokenizer):
-    batch = source(ten, tokenizer, kind=SupervisedSource, shuffle=False).batch(0)
+    batch = source(ten, tokenizer, kind=SupervisedSource, shuffle=False).batch(1)
     assert batch.flat("responses").tolist() == [x for letter in b"ABCD" for x in (letter, END)]
     assert batch.flat("response_mask").tolist() == [True] * 8
     assert batch.lengths("response_mask").tolist() == [2] * 4
@@ -161,7 +173,7 @@ def test_the_final_assistant_message_is_learnt_rather_than_the_ground_truth(toke
     talk = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "It is 5"}]
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": talk, "ground_truth": 5}))
-    batch = source(str(path), tokenizer, kind=SupervisedSource, prompts_per_step=1).batch(0)
+    batch = source(str(path), tokenizer, kind=SupervisedSource, prompts_per_step=1).batch(1)
     assert batch.flat("responses").tolist() == [*b"It is 5", END]
     assert list(batch["ground_truth"]) == [5]
 
@@ -180,7 +192,7 @@ def test_an_answer_that_is_too_long_or_missing_is_refused(ten: str, tokenizer):
 
 def test_the_demo_trains_and_evaluates_on_different_sums(demo: Path, tokenizer):
     prompts = source(str(demo / "train.jsonl"), tokenizer, evaluate=str(demo / "heldout.jsonl"))
-    assert (len(prompts), prompts.num_held_out) == (7290, 810)
+    assert (len(prompts), len(prompts.held_out())) == (7290, 810)
     held_out = [messages[0]["content"] for messages in prompts.held_out()["messages"]]
     # A rule on the operands would hold out whole families: each last digit of the sum has to be there, none all of it.
     digits = Counter(sum(map(int, text[:-1].split("+"))) % 10 for text in held_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,11 @@ def test_a_parquet_file_gives_the_rows_of_the_jsonl_file(tmp_path: Path):
     from_lines = read(write_lines(tmp_path / "a.jsonl", VERL_ROW, VERL_ROW))
     from_parquet = read(tmp_path / "a.parquet")
     for left, right in zip(from_lines, from_parquet, strict=True):
-        assert (left.messages, left.ground_truth, left.extra_info) == (right.messages, right.ground_truth, right.extra_info)
+        assert (left.messages, left.ground_truth, left.extra_info) == (
+            right.messages,
+            right.ground_truth,
+            right.extra_info,
+        )
     assert from_parquet[1].where.endswith("a.parquet, row 2")
 
 
@@ -97,7 +102,9 @@ def test_a_folder_of_files_is_one_data_set_unless_it_mixes_splits(tmp_path: Path
 
 
 def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_path: Path):
-    path = write_lines(tmp_path / "a.jsonl", {"prompt": "1+1=", "ground_truth": "2"}, {"promt": "x", "ground_truth": "2"})
+    path = write_lines(
+        tmp_path / "a.jsonl", {"prompt": "1+1=", "ground_truth": "2"}, {"promt": "x", "ground_truth": "2"}
+    )
     message = refusal(path)
     assert "a.jsonl, line 2" in message and "Did you mean 'promt'?" in message and "data.prompt_key" in message
 

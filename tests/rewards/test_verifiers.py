@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow.config import RewardConfig
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.rewards.verifiers import exact_match, extract_answer, math_verify, reasoning_gym, reference
+from hybridflow.rewards.verifiers import exact_match, extract_answer, reasoning_gym, reference
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_exact_match_compares_texts():
 
 def test_math_verify_compares_mathematics_in_a_scoring_process():
     scorer = Scorer(RewardConfig(function="hybridflow.rewards.verifiers:math_verify", timeout=30))
-    truth = ["1/2", r"\frac{1}{2}", r"$x^2+2x+1$", "1/2", "so 1 + 1 = 2 #### 2", "no mathematics"]
+    truth = ["1/2", r"\frac{1}{2}", r"$x^2+2x+1$", "1/2", "so 1 + 1 = 2 #### 2", ""]
     responses = [r"It is $\frac{2}{4}$.", "0.5", r"\boxed{(x+1)^2}", "0.6", "The answer is 2", "1"]
     scores = scorer.score(["p"] * len(truth), responses, truth)
     scorer.close()
     assert scores.rewards[:5] == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert scores.errors[:5] == [None] * 5
-    assert scores.errors[5] and "'no mathematics' is no mathematical expression" in scores.errors[5]
+    assert scores.errors[5] and "the ground truth '' is no mathematical expression" in scores.errors[5]
 
 
 def test_reasoning_gym_scores_with_the_tasks_own_scorer_and_keeps_solved_apart():

@@ -50,7 +50,7 @@ def faults(repository: Path, text: str) -> list[str]:
         "```bash\n$ python examples/grpo.py --config-name grpo \\\n    placement=colocate rollout.n=4\n```",
         "```bash\ncd . && A=1 python -m pytest -q | cat\npython -m pip install -e .\n```",
         "```python\nmake nothing\n```",
-        "Run `make test`; see [a guide](docs/guide.md#a-heading-twice), [up](#here) and [far](https://x.org/y).\n# Here",
+        "Type `make test`, read [it](docs/guide.md#a-heading-twice), [up](#here) and [far](https://x.org/y).\n# Here",
     ],
 )
 def test_what_exists_passes(repository: Path, text: str):

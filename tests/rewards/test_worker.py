@@ -1,0 +1,70 @@
+"""The reward role on a batch of token ids, in this process and in a device process of Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.config import ModelConfig, RewardConfig, RunConfig
+from hybridflow.data.demo import byte_tokenizer
+from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.workers.base import WorkerContext
+from hybridflow.workers.reward import RewardWorker
+
+END = 260
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    reward = RewardConfig(function="tests.rewards.hostile:obey", timeout=1.0)
+    return RunConfig(name="test", model=ModelConfig(path=str(folder)), reward=reward)
+
+
+def answers(*texts: str, truth: str = "68") -> DataProto:
+    return DataProto.from_dict(
+        tensors={"responses": DataProto.jagged([torch.tensor([*text.encode(), END]) for text in texts])},
+        non_tensors={
+            "messages": [[{"role": "user", "content": "23+45="}]] * len(texts),
+            "ground_truth": [truth] * len(texts),
+            "data_source": ["additions"] * len(texts),
+            "extra_info": [{}] * len(texts),
+        },
+    )
+
+
+def check(scored: DataProto) -> None:
+    assert scored["rewards"].dtype == torch.float32 and scored["solved"].dtype == torch.bool
+    assert scored["rewards"][[0, 1, 3]].tolist() == [1.0, 0.0, 0.5] and scored["rewards"][2].isnan()
+    assert scored["solved"].tolist() == [True, False, False, True]
+    assert list(scored["response_text"]) == ["68", "86", "sleep", "dict"]
+    assert list(scored["reward_error"]) == [None, None, "timeout after 1 s", None]
+
+
+def test_token_ids_become_texts_and_rewards(config: RunConfig):
+    peers: dict = {}
+    peers["reward"] = worker = RewardWorker(WorkerContext("reward", 0, ParallelLayout(), config, peers, "cpu"))
+    worker.setup()
+    scored = worker.score(answers("68", "86", "sleep", "dict"))
+    worker.close()
+    check(scored)
+    assert scored.meta_info["metrics"]["reward/length"] == 3.0
+    assert set(scored.meta_info["metrics"]) == {"reward/length", "reward/seconds"}
+
+
+@pytest.mark.ray
+def test_a_device_process_of_ray_scores_its_rows(config: RunConfig, ray_session: str):
+    from hybridflow.controller.group import WorkerGroup
+    from hybridflow.controller.pool import ResourcePool
+
+    with ResourcePool("cpu", [2], kind="cpu", cores_per_device=0.5) as pool:
+        group = WorkerGroup(pool, "reward", RewardWorker, ParallelLayout.on(2), config)
+        group.setup()
+        check(group.score(answers("68", "86", "sleep", "dict")))
+        pid = int(group.score(answers("pid", "68"))["rewards"][0])
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()

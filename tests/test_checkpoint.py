@@ -1,0 +1,212 @@
+"""Checkpoints are whole or absent: interrupted, failing and damaged ones never pass for whole ones."""
+
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybridflow.checkpoint import MANIFEST, CheckpointStore, resume_from, verify
+from hybridflow.errors import CheckpointError, WorkerError
+
+
+def write(store: CheckpointStore, step: int, text: str = "weights") -> Path:
+    with store.writing(step) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model.bin").write_text(text)
+        store.write_json(folder / "run.json", {"step": step})
+    return store.folder(step)
+
+
+def test_a_checkpoint_appears_under_its_name_with_all_files(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.latest() is None
+    folder = write(store, 3)
+    assert folder == tmp_path / "checkpoints" / "step_000003"
+    assert store.latest() == (3, folder)
+    assert (store.root / "latest").read_text() == "step_000003\n"
+    assert store.read_json(folder / "run.json") == {"step": 3}
+    assert set(verify(folder).files) == {"actor/model.bin", "run.json"}
+    assert sorted(p.name for p in store.root.iterdir()) == ["latest", "step_000003"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        write(store, step)
+    assert [step for step, _ in store.checkpoints()] == [20, 30]
+    assert not store.folder(10).exists()
+
+
+def test_keep_zero_keeps_all(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=0)
+    for step in (1, 2, 3, 4):
+        write(store, step)
+    assert [step for step, _ in store.checkpoints()] == [1, 2, 3, 4]
+
+
+def test_the_old_ones_are_still_there_while_the_new_one_is_written(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    with store.writing(2) as folder:
+        (folder / "x").write_text("x")
+        assert store.latest() == (1, store.folder(1))
+    assert store.latest() == (2, store.folder(2))
+    assert not store.folder(1).exists()
+
+
+def test_after_going_back_the_newly_written_one_is_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20):
+        write(store, step)
+    write(store, 15)  # a run that was resumed from step 10
+    assert store.latest() == (15, store.folder(15))
+    assert [step for step, _ in store.checkpoints()] == [20, 15]
+
+
+def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 5, "old")
+    write(store, 5, "new")
+    assert (store.folder(5) / "actor" / "model.bin").read_text() == "new"
+    assert sorted(p.name for p in store.root.iterdir()) == ["latest", "step_000005"]
+
+
+def corrupt(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[0] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: corrupt(folder / "actor" / "model.bin"), "model.bin has other contents than were written"),
+        (lambda folder: (folder / "actor" / "model.bin").unlink(), "model.bin is missing"),
+        (lambda folder: (folder / "run.json").write_text("{"), "run.json has 1 bytes, it was written with"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json cannot be read: No such file or directory"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json is damaged: it is not JSON"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_by_name_and_the_one_before_is_taken(damage, reason, tmp_path, caplog) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    damage(write(store, 2))
+    with caplog.at_level(logging.WARNING):
+        assert store.latest() == (1, store.folder(1))
+    assert "step_000002 is skipped" in caplog.text
+    assert reason in caplog.text
+    with pytest.raises(CheckpointError, match="step_000002.* is no whole checkpoint"):
+        resume_from(str(store.folder(2)), store)
+
+
+def test_sizes_alone_do_not_see_changed_contents(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    corrupt(write(store, 1) / "actor" / "model.bin")
+    assert store.latest(contents=False) == (1, store.folder(1))
+    assert store.latest(contents=True) is None
+
+
+def test_a_failing_block_leaves_nothing_and_says_what_is_intact(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    with pytest.raises(WorkerError) as caught:
+        with store.writing(2) as folder:
+            (folder / "x").write_text("x")
+            raise WorkerError("actor", 0, "save", 2, "RuntimeError: no")
+    assert "step 2 was not written" in caught.value.__notes__[0]
+    assert f"{store.folder(1)} (step 1) is intact" in caught.value.__notes__[0]
+    assert sorted(p.name for p in store.root.iterdir()) == ["latest", "step_000001"]
+
+
+def test_a_timeout_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError) as caught:
+        with CheckpointStore(tmp_path).writing(1):
+            raise TimeoutError("no answer")
+    assert "There is no earlier checkpoint." in caught.value.__notes__[0]
+
+
+def test_a_write_that_the_system_refuses_names_path_reason_and_what_is_intact(tmp_path: Path) -> None:
+    """The limit on a file's size makes the kernel refuse the write, as a full disk does."""
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            write(store, 2, "x" * 10000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    text = str(caught.value)
+    assert text.startswith("the checkpoint of step 2 could not be written: ")
+    assert os.strerror(27) in text  # EFBIG
+    assert f"The checkpoint {store.folder(1)} (step 1) is intact." in text
+    assert store.latest() == (1, store.folder(1))
+
+
+def test_a_store_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file.*: Not a directory\. There is no earlier checkpoint\."):
+        write(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)
+
+
+def _write_and_die(root: Path) -> None:
+    with CheckpointStore(root).writing(2) as folder:
+        (folder / "model.bin").write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_writer_leaves_the_earlier_checkpoint_and_its_remains_are_removed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    child = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert (tmp_path / "unfinished_step_000002").is_dir()
+    assert store.latest() == (1, store.folder(1))
+    write(store, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001", "step_000003"]
+
+
+def test_never_refuses_a_run_that_has_a_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert resume_from("never", store) is None
+    write(store, 7)
+    with pytest.raises(CheckpointError, match=r"already has a checkpoint of step 7\. Set checkpoint\.resume=auto"):
+        resume_from("never", store)
+
+
+def test_auto_takes_the_newest_whole_one_or_starts_anew(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    assert resume_from("auto", store) is None
+    write(store, 7)
+    assert resume_from("auto", store) == (7, store.folder(7))
+
+
+def test_auto_refuses_a_run_whose_checkpoints_are_all_damaged(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    corrupt(write(store, 7) / "run.json")
+    with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+        resume_from("auto", store)
+
+
+def test_a_folder_names_the_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        write(store, step)
+    assert resume_from(str(store.folder(1)), store) == (1, store.folder(1))
+    with pytest.raises(CheckpointError, match="checkpoint.resume='no/where' is neither 'never', 'auto' nor a folder"):
+        resume_from("no/where", store)
+
+
+def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
+    manifest = json.loads((write(CheckpointStore(tmp_path), 1) / MANIFEST).read_text())
+    assert manifest["step"] == 1
+    assert manifest["files"]["actor/model.bin"][0] == len("weights")

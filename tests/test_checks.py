@@ -1,0 +1,451 @@
+"""Every rule: the message for a setting that breaks it, and every shipped config passing all of them."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.assets import overrides_for, write_model
+from hybridflow import compose
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checks import Plan, check, placement
+from hybridflow.checks.values import CHOICES, RANGES
+from hybridflow.config import GRPOConfig, RunConfig, SFTConfig
+from hybridflow.errors import ConfigError
+from hybridflow.settings import SCHEMAS, settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+DRIVERS = {"grpo": GRPOConfig, "sft": SFTConfig}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("assets")
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path) -> list[str]:
+    return overrides_for(folder)
+
+
+@pytest.fixture
+def checked(given: list[str]) -> Callable[..., Plan]:
+    def run(*overrides: str, name: str = "grpo") -> Plan:
+        return check(compose.load(name, DRIVERS[name], [*given, *overrides]))
+
+    return run
+
+
+@pytest.fixture
+def refused(checked: Callable[..., Plan]) -> Callable[..., str]:
+    def run(*overrides: str, name: str = "grpo") -> str:
+        with pytest.raises(ConfigError) as caught:
+            checked(*overrides, name=name)
+        return str(caught.value)
+
+    return run
+
+
+@pytest.fixture
+def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules behind the one that refuses every layout but data parallel."""
+    monkeypatch.setattr(placement, "AVAILABLE_AXES", ("tp", "pp", "cp"))
+
+
+def options_of(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        *(
+            (name, f"{group}={option}")
+            for name in DRIVERS
+            for group in ("model", "data")
+            for option in options_of(group)
+        ),
+        *(("grpo", f"algorithm={option}") for option in options_of("algorithm")),
+        *((name, f"placement={option}") for name in DRIVERS for option in options_of("placement")),
+    ],
+)
+def test_every_shipped_config_passes(name: str, override: str, folder: Path, checked: Callable[..., Plan]) -> None:
+    more = ["actor.loss.kl_coef=0.1"] if override == "placement=colocate_reference" else []
+    plan = checked(override, *more, name=name)
+    assert plan.warnings == ()
+    assert set(plan.layouts) >= {"actor", "rollout", "reward"}
+
+
+def test_every_group_of_the_configs_is_tested() -> None:
+    groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()}
+    assert groups == {"model", "data", "algorithm", "placement", "grpo_for", "sft_for"}
+    assert set(options_of("grpo_for")) | set(options_of("sft_for")) <= set(options_of("model"))
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == set(DRIVERS)
+
+
+def test_the_plan_of_the_demo(checked: Callable[..., Plan], folder: Path) -> None:
+    plan = checked("actor.mini_batch_size=64", "actor.micro_batch_size=10", "actor.epochs=2")
+    assert plan.run_dir == folder / "runs" / "grpo-tiny"
+    assert (plan.rows, plan.rows_per_update, plan.updates) == (16 * 8, 64, 2 * 128 // 64)
+    assert plan.micro_batches == math.ceil(64 / 2 / 10)
+    assert plan.max_tokens == 128 * (32 + 8)
+    assert {role: str(layout) for role, layout in plan.layouts.items()} == {
+        "actor": "tp1 pp1 cp1 dp2",
+        "rollout": "tp1 pp1 cp1 dp2",
+        "reward": "tp1 pp1 cp1 dp1",
+    }
+
+
+def test_the_placement_table(checked: Callable[..., Plan]) -> None:
+    lines = checked().placement_table().splitlines()
+    assert lines[:5] == [
+        "pool   devices     role     layout",
+        "-----  ----------  -------  ---------------",
+        "train  [2] device  actor    tp1 pp1 cp1 dp2",
+        "train  [2] device  rollout  tp1 pp1 cp1 dp2",
+        "cpu    [1] cpu     reward   tp1 pp1 cp1 dp1",
+    ]
+    assert lines[6] == (
+        "a step: 128 rows, at most 5120 tokens; 1 update(s) of 128 rows; micro-batches an update and device: 1"
+    )
+
+
+def test_a_token_budget_leaves_the_number_of_micro_batches_open(checked: Callable[..., Plan]) -> None:
+    assert checked("actor.micro_batch_tokens=40").micro_batches is None
+
+
+def test_checking_takes_less_than_a_second(given: list[str]) -> None:
+    config = compose.load("grpo", GRPOConfig, given)
+    begin = time.perf_counter()
+    check(config)
+    assert time.perf_counter() - begin < 1.0
+
+
+def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
+    text = refused("rollout.n=0", "actor.loss.name=pppo", "roles.rollout.pool=tran", "data.train=no/where.jsonl")
+    assert text.splitlines()[0] == "4 problems:"
+    assert "  - rollout.n=0: has to be at least 1." in text
+    assert "  - actor.loss.name='pppo' is not known. Did you mean 'ppo'? Known: ppo, sft." in text
+    assert "  - roles.rollout.pool='tran': no such pool. Did you mean 'train'? Known: cpu, train." in text
+    assert "  - data.train='no/where.jsonl': no such file or folder." in text
+
+
+# ---------------------------------------------------------------------------------------- values of single settings
+
+
+def numeric_settings() -> set[str]:
+    settings = [s for schema in [RunConfig, *SCHEMAS.values()] for s in settings_of(schema)]
+    return {s.path for s in settings if s.type in (int, float)}
+
+
+def test_every_number_has_a_range() -> None:
+    assert set(RANGES) == numeric_settings()
+
+
+def test_choices_are_those_of_the_registries() -> None:
+    from hybridflow.algorithms.kl import KINDS
+    from hybridflow.algorithms.losses import AGGREGATIONS, LOSSES
+    from hybridflow.controller.pool import KINDS as POOL_KINDS
+    from hybridflow.data.prompts import LONG_PROMPTS
+    from hybridflow.engines.megatron.optimizer import SCHEDULES
+
+    assert set(CHOICES["actor.loss.kl_kind"]) == set(KINDS)
+    assert set(CHOICES["actor.loss.name"]) == set(LOSSES)
+    assert set(CHOICES["actor.loss.aggregation"]) == set(AGGREGATIONS)
+    assert set(CHOICES["actor.optimizer.schedule"]) == set(SCHEDULES)
+    assert set(CHOICES["data.long_prompts"]) == set(LONG_PROMPTS)
+    assert set(CHOICES["pools.*.kind"]) == set(POOL_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=0", "steps=0: has to be at least 1."),
+        ("seed=-1", "seed=-1: has to be at least 0."),
+        ("data.prompts_per_step=0", "data.prompts_per_step=0: has to be at least 1."),
+        ("data.evaluate_share=1", "data.evaluate_share=1.0: has to be at least 0 and below 1."),
+        ("actor.micro_batch_size=0", "actor.micro_batch_size=0: has to be at least 1."),
+        ("actor.optimizer.lr=0", "actor.optimizer.lr=0.0: has to be above 0."),
+        ("actor.optimizer.lr=nan", "actor.optimizer.lr=nan: has to be above 0."),
+        ("actor.optimizer.lr=inf", "actor.optimizer.lr=inf: has to be above 0."),
+        ("actor.optimizer.beta2=1", "actor.optimizer.beta2=1.0: has to be at least 0 and below 1."),
+        ("actor.loss.dual_clip=0.5", "actor.loss.dual_clip=0.5: has to be above 1, or 0."),
+        ("actor.loss.clip_low=1.5", "actor.loss.clip_low=1.5: has to be at least 0 and at most 1."),
+        ("rollout.sampling.temperature=-1", "rollout.sampling.temperature=-1.0: has to be at least 0.01, or 0."),
+        ("evaluate.sampling.temperature=0.001", "evaluate.sampling.temperature=0.001: has to be at least 0.01, or 0."),
+        ("rollout.sampling.top_p=0", "rollout.sampling.top_p=0.0: has to be above 0 and at most 1."),
+        ("reward.timeout=0", "reward.timeout=0.0: has to be above 0."),
+        ("reward.max_failed=2", "reward.max_failed=2.0: has to be at least 0 and at most 1."),
+        ("roles.actor.layout.tp=0", "roles.actor.layout.tp=0: has to be at least 1."),
+        ("pools.train.devices=[]", "pools.train.devices=[]: name the devices of each node, such as [2] or [4,4]."),
+        ("pools.train.devices=[2,0]", "pools.train.devices=[2, 0]: name the devices"),
+        ("rollout.stop_token_ids=[-1]", "rollout.stop_token_ids=[-1]: token ids have to be at least 0."),
+        ("model.dtype=bf16", "model.dtype='bf16' is not known. Did you mean 'bfloat16'? Known: bfloat16, float32."),
+        ("actor.optimizer.schedule=cosin", "actor.optimizer.schedule='cosin' is not known. Did you mean 'cosine'?"),
+        (
+            "actor.loss.aggregation=tokenmean",
+            "actor.loss.aggregation='tokenmean' is not known. Did you mean 'token-mean'?",
+        ),
+        ("actor.loss.kl_kind=k4", "actor.loss.kl_kind='k4' is not known. Did you mean"),
+        (
+            "data.long_prompts=filtr",
+            "data.long_prompts='filtr' is not known. Did you mean 'filter'? Known: error, filter.",
+        ),
+        ("pools.cpu.kind=cpus", "pools.cpu.kind='cpus' is not known. Did you mean 'cpu'? Known: cpu, device."),
+        (
+            "tracking.trackers=[tensorbord]",
+           
+        "tracking.trackers: 'tensorbord' is not known. Did you mean 'tensorboard'? Known: mlflow, tensorboard, wandb.",
+        ), ("name=a/b", "name='a/b': has to be the name of one folder, without '/'. Its parent is runs_dir."),
+        ("name=..", "name='..': has to be the name of one folder"),
+    ],
+)
+def test_a_wrong_value_is_refused(override: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(override)
+
+
+def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    text = refused("tracking.trackers=[wandb]")
+    assert text == "tracking.trackers: wandb is not installed. Install it with: pip install 'hybridflow[tracking]'"
+
+
+# ------------------------------------------------------------------------------------------------------- placement
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "roles.critc={pool: train}",
+            "roles.critc: there is no role 'critc'.  Known: actor, reference, reward, rollout.",
+        ),
+        ("roles.rolout={pool: train}", "there is no role 'rolout'. Did you mean 'rollout'?"),
+        ("roles.reward=null", "roles.reward is not placed. Give it as roles.reward={pool: NAME}. Pools: cpu, train."),
+        ("roles.actor.pool=trian", "roles.actor.pool='trian': no such pool. Did you mean 'train'? Known: cpu, train."),
+        (
+            "roles.actor.pool=cpu",
+            "roles.actor.pool='cpu' has kind 'cpu', whose processes have no device; actor computes",
+        ),
+        (
+            "roles.actor.layout.tp=2",
+            "roles.actor.layout.tp=2: layouts other than data parallel are not available yet. Set it to 1.",
+        ),
+        ("roles.reward.layout.pp=1", ""),
+        (
+            "actor.loss.kl_coef=0.1",
+            "actor.loss.kl_coef=0.1 measures a KL to the reference, but roles.reference is not placed. "
+            "Use placement=colocate_reference or roles.reference={pool: NAME}, or set actor.loss.kl_coef=0.",
+        ),
+    ],
+)
+def test_a_wrong_placement_is_refused(override: str, message: str, refused, checked) -> None:
+    if not message:
+        checked(override)
+    else:
+        assert message.replace(".  Known", ". Known") in refused(override)
+
+
+def test_rollout_on_another_pool_is_refused(refused: Callable[..., str]) -> None:
+    text = refused("pools.gen.devices=[1]", "roles.rollout.pool=gen")
+    assert text == (
+        "roles.rollout.pool='gen' is not the actor's pool 'train': weights do not travel between pools yet. "
+        "Set roles.rollout.pool=train."
+    )
+
+
+def test_degrees_have_to_divide_the_pool(refused: Callable[..., str], all_axes: None) -> None:
+    text = refused("pools.train.devices=[2,1]", "roles.actor.layout={tp: 2, pp: 1}", "data.prompts_per_step=6")
+    assert "roles.actor.layout: tp*pp*cp = 2*1*1 = 2 does not divide the pool's 3 devices." in text
+
+
+def test_degrees_have_to_divide_the_model(refused: Callable[..., str], all_axes: None) -> None:
+    text = refused("pools.train.devices=[8]", "roles.actor.layout={tp: 4}", "roles.rollout.layout={pp: 4}")
+    assert text.splitlines()[1:] == [
+        "  - roles.actor.layout.tp=4 does not divide the model's 2 kv heads. Set it to one of 1, 2.",
+        "  - roles.rollout.layout.pp=4 does not divide the model's 2 layers. Set it to one of 1, 2.",
+    ]
+
+
+def test_a_layout_that_fits_passes(checked: Callable[..., Plan], all_axes: None) -> None:
+    plan = checked("pools.train.devices=[8]", "roles.actor.layout={tp: 2, pp: 2}", "roles.rollout.layout.tp=2")
+    assert str(plan.layouts["actor"]) == "tp2 pp2 cp1 dp2"
+    assert str(plan.layouts["rollout"]) == "tp2 pp1 cp1 dp4"
+
+
+def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[..., Plan]) -> None:
+    plan = checked("roles.reference={pool: train}", "pools.spare.devices=[1]")
+    assert plan.warnings == (
+        "pools.spare has no role, so it is not started.",
+        "roles.reference is placed, but actor.loss.kl_coef=0 never uses it: it costs memory and a forward a step. "
+        "Set roles.reference=null.",
+    )
+    assert "warning: pools.spare has no role" in plan.placement_table()
+
+
+# -------------------------------------------------------------------------------------------------- batch arithmetic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.prompts_per_step=3", "rollout.n=3"],
+            "data.prompts_per_step * rollout.n = 3 * 3 = 9 rows do not divide among the 2 data-parallel ranks of "
+            "roles.actor. Set data.prompts_per_step to a multiple of 2, such as 4.",
+        ),
+        (
+            ["actor.mini_batch_size=48"],
+            "actor.mini_batch_size=48 does not divide data.prompts_per_step * rollout.n = 16 * 8 = 128 rows. "
+            "Set it to one of 2, 4, 8, 16, 32, 64, 128, or to 0 for the whole batch.",
+        ),
+        (
+            ["data.prompts_per_step=2", "rollout.n=3", "actor.mini_batch_size=3"],
+            "actor.mini_batch_size=3 does not divide among the 2 data-parallel ranks of roles.actor. "
+            "Set it to a multiple of 2, or to 0 for the whole batch.",
+        ),
+        (
+            ["actor.micro_batch_tokens=39"],
+            "actor.micro_batch_tokens=39 is less than one row may have: rollout.max_prompt_tokens + rollout.max_tokens "
+            "= 32 + 8 = 40. Raise it to at least 40, or set it to 0 to cut by actor.micro_batch_size.",
+        ),
+        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr=1.0 is above actor.optimizer.lr=0.0003. Lower it."),
+        (
+            ["actor.optimizer={schedule: cosine, warmup_steps: 20, decay_steps: 10}"],
+            "actor.optimizer.decay_steps=10 ends the decay before the warm-up of actor.optimizer.warmup_steps=20 does.",
+        ),
+        (["rollout.n=1"], "rollout.n=1: GRPO compares the samples of one prompt, so one alone has advantage 0."),
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature=0: all samples of a prompt would be equal"),
+        (["actor.loss.name=sft"], "actor.loss.name='sft' ignores advantages; GRPO needs 'ppo'."),
+    ],
+)
+def test_wrong_arithmetic_is_refused(overrides: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(*overrides)
+
+
+def test_supervised_batches_have_one_answer_a_prompt(refused: Callable[..., str]) -> None:
+    assert "rollout.n=2: a supervised batch has one answer a prompt. Set it to 1." in refused("rollout.n=2", name="sft")
+    assert "actor.loss.name='ppo': supervised fine-tuning needs 'sft'." in refused("actor.loss.name=ppo", name="sft")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p=0.9, top_k=0: rollouts are drawn from a truncated"),
+        (["rollout.sampling.top_k=5"], "the trainer's log_probs are over the full one. Expect a mismatch"),
+        (
+            ["steps=5", "actor.optimizer.warmup_steps=5"],
+            "actor.optimizer.warmup_steps=5 is no less than the run's 5 updates (steps * updates a step = 5 * 1)",
+        ),
+        (["actor.optimizer.decay_steps=5"], "actor.optimizer.schedule='constant' ignores actor.optimizer.decay_steps"),
+        (["data.evaluate=''", "data.evaluate_share=0"], "nothing is held out, so the run is not evaluated."),
+    ],
+)
+def test_what_is_likely_not_meant_is_warned_of(overrides: list[str], message: str, checked) -> None:
+    warnings = checked(*overrides).warnings
+    assert len(warnings) == 1
+    assert message in warnings[0]
+
+
+# ------------------------------------------------------------------------------------------------------ what is on disk
+
+
+def test_a_sequence_has_to_fit_the_models_positions(refused: Callable[..., str]) -> None:
+    assert refused("rollout.max_tokens=1000") == (
+        "rollout.max_prompt_tokens + rollout.max_tokens = 32 + 1000 = 1032 is more than the model's 1024 positions. "
+        "Lower one of them by 8."
+    )
+
+
+def test_a_sequence_has_to_fit_the_kv_cache(refused: Callable[..., str], checked: Callable[..., Plan]) -> None:
+    # 40 tokens take 2 blocks of 32, and one block is vLLM's own: 96 tokens of 2 * 2 * 2 * 32 * 4 bytes.
+    need = 96 * 1024
+    assert refused("rollout.kv_cache_gb=0.00009") == (
+        f"rollout.kv_cache_gb=9e-05 ({int(9e-5 * 2**30)} bytes) does not hold one sequence of 40 tokens: 2 * 2 layers "
+        f"* 2 kv heads * 32 * 4 bytes = 1024 bytes a token, * 96 tokens in whole blocks = {need} bytes. "
+        "Set it to at least 0.001."
+    )
+    checked(f"rollout.kv_cache_gb={need / 2**30}")
+    checked("rollout.kv_cache_gb=0.00009", "model.dtype=bfloat16")
+
+
+def test_stop_ids_have_to_be_in_the_vocabulary(refused: Callable[..., str]) -> None:
+    assert "[262] are not below the model's vocabulary of 262 ids." in refused("rollout.stop_token_ids=[261,262]")
+
+
+def test_a_model_folder_has_to_be_whole(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused("model.path=no/where") == "model.path='no/where': no such folder."
+    assert "python -m hybridflow.data.demo --out runs/demo/assets" in refused("model.path=runs/demo/assets/modell")
+    (tmp_path / "empty").mkdir()
+    text = refused(f"model.path={tmp_path / 'empty'}")
+    assert "holds no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json, vocab.txt)" in text
+    assert "holds no *.safetensors. Convert the weights to safetensors." in text
+    assert "no config.json there" in text
+    strange = write_model(tmp_path / "strange", model_type="gpt2")
+    assert "model_type='gpt2' is not supported" in refused(f"model.path={strange}")
+
+
+def test_the_tokenizer_may_lie_elsewhere(refused, checked, folder: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    assert "model.path=" in refused(f"model.path={model}")
+    checked(f"model.path={model}", f"model.tokenizer_path={folder / 'model'}")
+    assert "model.tokenizer_path='no/where' holds no tokenizer" in refused("model.tokenizer_path=no/where")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=no/where.jsonl", "data.train='no/where.jsonl': no such file or folder."),
+        ("data.train=''", "data.train='': give a file, a folder or a task."),
+        ("data.train='reasoning_gym:'", "data.train='reasoning_gym:': names no task: write reasoning_gym:<task>."),
+        ("data.evaluate=no/where.jsonl", "data.evaluate='no/where.jsonl': no such file or folder."),
+        ("reward.function=nocolon", "reward.function='nocolon': write package.module:name or path/file.py:name."),
+        ("reward.function='no/where.py:f'", "reward.function='no/where.py:f': there is no file no/where.py."),
+        (
+            "checkpoint.resume=atuo",
+            "checkpoint.resume='atuo' is neither 'never', 'auto' nor a folder. Did you mean 'auto'?",
+        ),
+    ],
+)
+def test_what_does_not_exist_is_named(override: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(override)
+
+
+def test_a_wrong_file_name_is_told_the_nearest(refused: Callable[..., str], folder: Path) -> None:
+    text = refused(f"data.train={folder}/trian.jsonl")
+    assert "Did you mean 'train.jsonl'?" in text
+    (folder / "rows.csv").write_text("")
+    assert "unknown extension '.csv'. Known: .jsonl, .json, .parquet." in refused(f"data.train={folder}/rows.csv")
+
+
+def test_stopping_by_accuracy_needs_held_out_prompts(refused: Callable[..., str]) -> None:
+    text = refused("data.evaluate=''", "data.evaluate_share=0", "evaluate.stop_at=0.5")
+    assert text.startswith("evaluate.stop_at=0.5 needs held-out prompts.")
+
+
+def test_the_run_folder_has_to_be_a_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert f"{tmp_path / 'file'} is a file, not a folder." in refused(f"runs_dir={tmp_path / 'file'}")
+
+
+def test_a_run_that_has_a_checkpoint_is_not_started_anew(refused, checked, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "grpo-tiny" / "checkpoints")
+    with store.writing(4) as unfinished:
+        (unfinished / "x").write_text("x")
+    here = f"runs_dir={tmp_path}"
+    assert "already has a checkpoint of step 4. Set checkpoint.resume=auto" in refused(here)
+    checked(here, "checkpoint.resume=auto")
+    checked(here, f"checkpoint.resume={store.folder(4)}")
+    (store.folder(4) / "manifest.json").unlink()
+    assert "is no whole checkpoint" in refused(here, f"checkpoint.resume={store.folder(4)}")
+
+
+def test_checking_a_plan_starts_nothing_and_writes_nothing(checked: Callable[..., Plan], folder: Path) -> None:
+    plan = checked()
+    assert not plan.run_dir.exists()
+    assert json.dumps(dataclasses.asdict(plan.layouts["actor"])) == '{"tp": 1, "pp": 1, "cp": 1, "dp": 2}'
