@@ -58,7 +58,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 0) -> None:
-        self.root, self.keep = Path(folder), keep
+        # Absolute: device processes write into it too, and may have another working directory.
+        self.root, self.keep = Path(folder).absolute(), keep
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step lies once it is whole."""

@@ -329,6 +329,9 @@ def _explained(error: BaseException, config_name: str, schema: type) -> ConfigEr
     missing = _cause(error, MissingConfigException)
     if missing is not None:
         return _no_such_config(missing, config_name)
+    unused = re.search(r"Could not override '([^']+)'\. No match in the defaults list", text)
+    if unused:
+        return ConfigError(f"{where}config {config_name!r} does not use the group {unused[1]!r}. Leave it out.")
     unknown = _cause(error, omega.ConfigKeyError, omega.ConfigAttributeError)
     if unknown is not None:
         return _unknown(unknown.full_key or str(unknown.key), where, schema)

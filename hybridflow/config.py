@@ -41,7 +41,13 @@ class ModelConfig(Settings):
 
 @dataclass
 class LayoutConfig(Settings):
-    """Parallel degrees of one role; the data-parallel degree is what they leave of the pool."""
+    """Parallel degrees of one role; the data-parallel degree is what they leave of the pool.
+
+    Attributes:
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        cp: context-parallel size.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -65,7 +71,11 @@ class PoolConfig(Settings):
 
 @dataclass
 class RoleConfig(Settings):
-    """Where a role lives."""
+    """Where a role lives.
+
+    Attributes:
+        pool: name of its pool; roles on one pool share its devices by taking turns.
+    """
 
     pool: str = MISSING
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -76,6 +86,11 @@ class OptimizerConfig(Settings):
     """AdamW and its schedule.
 
     Attributes:
+        lr: largest learning rate.
+        min_lr: where a decaying schedule ends.
+        beta1, beta2: decay of the first and second moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay of matrices (not of biases and norms).
         clip_grad: largest global gradient norm; 0 turns clipping off.
         warmup_steps: optimizer updates of linear warm-up from 0.
         schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``min_lr`` at ``decay_steps`` updates.
@@ -141,7 +156,13 @@ class ActorConfig(Settings):
 
 @dataclass
 class SamplingConfig(Settings):
-    """How tokens are drawn. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1`` switch truncation off."""
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: share of probability kept; 1 keeps all.
+        top_k: number of tokens kept; 0 keeps all.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -262,6 +283,7 @@ class TrackingConfig(Settings):
 
     Attributes:
         trackers: any of ``tensorboard``, ``wandb``, ``mlflow``.
+        project: name of the project (wandb) or experiment (mlflow).
         rollouts_every: steps between dumps of samples to ``rollouts.jsonl``; 0 never.
         mismatch_limit: largest |rollout - trainer| log-probability that passes without a warning; 0 sets 1e-3 for
             float32 and 0.5 for bfloat16.
@@ -275,7 +297,12 @@ class TrackingConfig(Settings):
 
 @dataclass
 class RayConfig(Settings):
-    """The cluster: empty ``address`` starts Ray on this machine; ``auto`` or ``host:port`` joins a running cluster."""
+    """The Ray cluster.
+
+    Attributes:
+        address: empty starts Ray on this machine; ``auto`` or ``host:port`` joins a running cluster.
+        object_store_gb: memory for objects in GiB, where Ray is started here.
+    """
 
     address: str = ""
     object_store_gb: float = 0.5
@@ -300,6 +327,7 @@ class RunConfig(Settings):
 
     Attributes:
         name: folder of the run inside ``runs_dir``.
+        runs_dir: parent of all runs' folders.
         steps: training steps.
         seed: of data order, sampling and initialisation.
     """

@@ -109,7 +109,13 @@ class MLflow:
         local = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         experiment = self._client.get_experiment_by_name(config.tracking.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(config.tracking.project)
+        # A server knows where artifacts go; without one, MLflow would put them into the working directory.
+        artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else (run_dir / "mlflow").absolute().as_uri()
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(config.tracking.project, artifact_location=artifacts)
+        )
 
         def create() -> str:
             return self._client.create_run(number, run_name=config.name).info.run_id

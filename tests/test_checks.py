@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.assets import overrides_for, write_model
 from hybridflow import compose
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan, check, placement
@@ -17,6 +16,7 @@ from hybridflow.checks.values import CHOICES, RANGES
 from hybridflow.config import GRPOConfig, RunConfig, SFTConfig
 from hybridflow.errors import ConfigError
 from hybridflow.settings import SCHEMAS, settings_of
+from tests.assets import overrides_for, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DRIVERS = {"grpo": GRPOConfig, "sft": SFTConfig}
@@ -198,9 +198,10 @@ def test_choices_are_those_of_the_registries() -> None:
         ("pools.cpu.kind=cpus", "pools.cpu.kind='cpus' is not known. Did you mean 'cpu'? Known: cpu, device."),
         (
             "tracking.trackers=[tensorbord]",
-           
-        "tracking.trackers: 'tensorbord' is not known. Did you mean 'tensorboard'? Known: mlflow, tensorboard, wandb.",
-        ), ("name=a/b", "name='a/b': has to be the name of one folder, without '/'. Its parent is runs_dir."),
+            "tracking.trackers: 'tensorbord' is not known. Did you mean 'tensorboard'? "
+            "Known: mlflow, tensorboard, wandb.",
+        ),
+        ("name=a/b", "name='a/b': has to be the name of one folder, without '/'. Its parent is runs_dir."),
         ("name=..", "name='..': has to be the name of one folder"),
     ],
 )

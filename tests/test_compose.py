@@ -207,6 +207,11 @@ def test_another_drivers_config_is_refused() -> None:
         compose.load("sft", GRPOConfig)
 
 
+def test_a_group_that_a_config_does_not_use_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"config 'sft' does not use the group 'algorithm'\. Leave it out\."):
+        compose.load("sft", SFTConfig, ["algorithm=grpo"])
+
+
 def test_an_unknown_config_is_told_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no config file 'grp'\. Did you mean 'grpo'\? Known: grpo, sft\."):
         compose.load("grp", GRPOConfig)

@@ -44,9 +44,8 @@ def convert(source: Path, out: Path) -> None:
         source, gguf_file=GGUF_FILE, quantization_config=GgufConfig(dequantize=True), dtype="float32"
     )
     # The weights are dense by now, but the model still calls itself quantised and would refuse to be saved.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    model.__dict__["hf_quantizer"] = None
+    model.config.__dict__.pop("quantization_config", None)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.errors import DataError, ModelError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Messages = list[dict[str, str]]
+Tokenizer = Any
+"""A transformers tokenizer (``PreTrainedTokenizerBase``); its own annotations are too wide to be of use."""
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that would go wrong in silence.
 
     A padding token that is also the end-of-sequence token is fine: token columns are jagged and nothing is padded with
@@ -46,7 +45,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
             )
 
 
-def _is_text(tokenizer: PreTrainedTokenizerBase, token: str, token_id: int) -> bool:
+def _is_text(tokenizer: Tokenizer, token: str, token_id: int) -> bool:
     """Whether text that is no marker like ``<|end|>`` or ``[PAD]`` encodes to this id."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None or re.fullmatch(r"<.+>|\[.+\]", token):
@@ -66,7 +65,7 @@ def with_system_prompt(messages: Messages, system_prompt: str) -> Messages:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str = "") -> str:
+def prompt_text(tokenizer: Tokenizer, messages: Messages, where: str = "") -> str:
     """The conversation as the template writes it, up to the point where the assistant speaks.
 
     Raises:
@@ -75,7 +74,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: s
     return _template(tokenizer, messages, where, add_generation_prompt=True)
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, answer: str, where: str = "") -> str:
+def answer_text(tokenizer: Tokenizer, messages: Messages, answer: str, where: str = "") -> str:
     """What follows :func:`prompt_text` when the assistant says ``answer``: the answer and the template's end of turn.
 
     Raises:
@@ -91,7 +90,7 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, answer: 
     return whole[len(prompt) :]
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str, **options: Any) -> str:
+def _template(tokenizer: Tokenizer, messages: Messages, where: str, **options: Any) -> str:
     from jinja2 import TemplateError
 
     try:
@@ -100,12 +99,12 @@ def _template(tokenizer: PreTrainedTokenizerBase, messages: Messages, where: str
         raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of texts that a template wrote (special tokens stand in the text already)."""
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: set[int]) -> list[int]:
+def end_of_turn(tokenizer: Tokenizer, ids: Sequence[int], special: set[int]) -> list[int]:
     """The ids of :func:`answer_text` up to and with the token that ends the turn.
 
     Templates write blanks behind that token, which the model never has to produce. Where a template ends a turn without
@@ -122,6 +121,6 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special:
     return [*ids, tokenizer.eos_token_id]
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
+def decode(tokenizer: Tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
     """Texts of responses without special tokens."""
     return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in rows]

@@ -66,6 +66,7 @@ def write_model(folder: str | Path, seed: int = 0, hidden: int = 128, layers: in
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = byte_tokenizer()
+    ids = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -77,14 +78,14 @@ def write_model(folder: str | Path, seed: int = 0, hidden: int = 128, layers: in
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         initializer_range=0.02,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=ids["<|end|>"],
+        pad_token_id=ids["<|pad|>"],
         bos_token_id=None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = ids["<|end|>"]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from hybridflow.config import DataConfig, RolloutConfig
-from hybridflow.data.chat import answer_text, check_tokenizer, encode, end_of_turn, prompt_text, with_system_prompt
+from hybridflow.data.chat import (
+    Tokenizer,
+    answer_text,
+    check_tokenizer,
+    encode,
+    end_of_turn,
+    prompt_text,
+    with_system_prompt,
+)
 from hybridflow.data.sources import Row, load_rows, stream_seed
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol.data import DataProto
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +69,7 @@ class PromptSource:
         dropped: rows left out for their length, by part (``train``, ``evaluate``).
     """
 
-    def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, limits: RolloutConfig, seed: int
-    ) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, limits: RolloutConfig, seed: int) -> None:
         if config.long_prompts not in LONG_PROMPTS:
             raise ConfigError(f"data.long_prompts={config.long_prompts!r}: choose {' or '.join(LONG_PROMPTS)}.")
         if not 0 <= config.evaluate_share < 1:
@@ -210,14 +213,14 @@ class SupervisedSource(PromptSource):
         special = special_ids(self.tokenizer)
         texts = [answer_text(self.tokenizer, row.messages, _answer(row), row.where) for row in rows]
         ids = [end_of_turn(self.tokenizer, row, special) for row in encode(self.tokenizer, texts)]
-        ends = {row[-1] for row in ids} - {self.tokenizer.eos_token_id}
+        ends = sorted({row[-1] for row in ids if row[-1] != self.tokenizer.eos_token_id})
         if ends:
             log.warning(
                 "The chat template ends a turn with %s, not with the eos_token %r: unless the model's generation "
                 "config stops there too, set rollout.stop_token_ids=%s.",
-                self.tokenizer.convert_ids_to_tokens(sorted(ends)),
+                self.tokenizer.convert_ids_to_tokens(ends),
                 self.tokenizer.eos_token,
-                sorted(ends),
+                ends,
             )
         return list(ids)
 
@@ -260,7 +263,7 @@ def collate(prompts: Sequence[Prompt], meta_info: dict[str, Any]) -> DataProto:
     )
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def special_ids(tokenizer: Tokenizer) -> set[int]:
     """Ids of all tokens that the tokenizer marks as special."""
     marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)

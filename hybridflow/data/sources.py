@@ -216,7 +216,8 @@ def _ground_truth(record: Mapping[str, Any], where: str, key: str, answer: str |
     if answer is None:
         raise DataError(
             f"{where}: no ground truth: the row has no column {key!r} (data.answer_key), no reward_model.ground_truth "
-            f"and no final assistant message.{nearest(key, record)} Set data.answer_key, or data.answer_key='' if the reward needs none."
+            f"and no final assistant message.{nearest(key, record)} Set data.answer_key, or data.answer_key='' if the "
+            "reward needs none."
         )
     return answer
 

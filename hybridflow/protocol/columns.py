@@ -254,9 +254,9 @@ def row_numbers(index: Any, size: int) -> torch.Tensor:
         if len(rows) != size:
             raise DataError(f"a mask of {len(rows)} does not fit {size} rows: give one bool a row.")
         return rows.nonzero().squeeze(1)
-    if rows.is_floating_point() or rows.is_complex():
-        if len(rows):
-            raise DataError(f"the index of rows has dtype {rows.dtype}; use integers or a bool mask.")
+    # An empty list has no dtype of its own and reads as float.
+    if len(rows) and (rows.is_floating_point() or rows.is_complex()):
+        raise DataError(f"the index of rows has dtype {rows.dtype}; use integers or a bool mask.")
     rows = rows.long()
     outside = ((rows < -size) | (rows >= size)).nonzero()
     if len(outside):

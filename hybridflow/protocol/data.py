@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -353,7 +354,7 @@ class DataProto:
         _positive("chunk", "chunks", chunks)
         base, extra = divmod(len(self), chunks)
         bounds = [part * base + min(part, extra) for part in range(chunks + 1)]
-        return [self[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [self[start:stop] for start, stop in pairwise(bounds)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Parts of ``split_size`` rows in order, the last one maybe shorter. No rows give one part without rows."""

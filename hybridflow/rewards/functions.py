@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError, nearest
 
-RewardFunction = Callable[..., Sequence[Any]]
+RewardFunction = Callable[..., Any]
 ARGUMENTS = ("prompts", "responses", "ground_truth")
 """Arguments that every reward function takes; the further columns are offered, not forced on it."""
 
@@ -68,7 +68,7 @@ def load_function(path: str, options: Mapping[str, Any] | None = None) -> Reward
     if not colon or not where or not name:
         raise RewardError(f"reward.function={path!r}: write package.module:name or path/file.py:name.")
     module = _load_file(where, path) if where.endswith(".py") else _load_module(where, path)
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     if function is None:
         raise RewardError(f"reward.function={path!r}: {where} has no {name!r}.{nearest(name, _functions_in(module))}")
     if not callable(function):
@@ -172,41 +172,47 @@ def score_one(function: RewardFunction, row: Mapping[str, Any], options: Mapping
 
 def outcome_of(values: Any) -> Outcome:
     """Check what a reward function returned for one answer."""
-    if (
-        isinstance(values, str | bytes | Mapping)
-        or not hasattr(values, "__len__")
-        or not hasattr(values, "__getitem__")
-    ):
-        return failure(f"returned {_kind(values)}; a list with one value is wanted")
+    try:
+        return _outcome(values)
+    except _NoReward as reason:
+        return failure(f"returned {reason}")
+
+
+class _NoReward(Exception):
+    """What is wrong with a returned value, in words."""
+
+
+def _outcome(values: Any) -> Outcome:
+    is_list = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    if not is_list or isinstance(values, str | bytes | Mapping):
+        raise _NoReward(f"{_kind(values)}; a list with one value is wanted")
     if len(values) != 1:
-        return failure(f"returned {len(values)} values for 1 answer")
+        raise _NoReward(f"{len(values)} values for 1 answer")
     value = values[0]
     if not isinstance(value, Mapping):
-        reward = _number(value)
-        return failure(f"returned {reward}") if isinstance(reward, str) else Outcome(reward)
+        return Outcome(_number(value))
     if "score" not in value:
-        return failure(f"returned a dict without 'score' (it has {', '.join(map(str, value)) or 'no key'})")
-    numbers = {str(key): _number(x) for key, x in value.items() if key != "solved"}
-    for key, number in numbers.items():
-        if isinstance(number, str):
-            return failure(f"returned {number} for {key!r}")
+        raise _NoReward(f"a dict without 'score' (it has {', '.join(map(str, value)) or 'no key'})")
+    numbers = {str(key): _number(x, f" for {key!r}") for key, x in value.items() if key != "solved"}
     solved = value.get("solved")
-    if solved is not None and not isinstance(solved, bool | int) and type(solved).__name__ not in ("bool_", "bool"):
-        return failure(f"returned {_kind(solved)} for 'solved'; True or False is wanted")
+    if solved is not None and not isinstance(solved, bool | int) and type(solved).__module__ != "numpy":
+        raise _NoReward(f"{_kind(solved)} for 'solved'; True or False is wanted")
     return Outcome(numbers.pop("score"), None if solved is None else bool(solved), numbers)
 
 
-def _number(value: Any) -> float | str:
-    """The value as a finite float, or words for what is wrong with it."""
+def _number(value: Any, place: str = "") -> float:
+    """The value as a finite float."""
     if value is None:
-        return "None"
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        return f"{_kind(value)}, not a number"
+        raise _NoReward(f"None{place}")
+    if isinstance(value, str | bytes):  # float() would read a text that looks like a number
+        raise _NoReward(f"{_kind(value)}, not a number{place}")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        return f"{_kind(value)}, not a number"
-    return number if math.isfinite(number) else str(number)
+        raise _NoReward(f"{_kind(value)}, not a number{place}") from None
+    if not math.isfinite(number):
+        raise _NoReward(f"{number}{place}")
+    return number
 
 
 def _kind(value: Any) -> str:

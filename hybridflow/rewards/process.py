@@ -2,7 +2,8 @@
 
 Where it stands: at the far end of a pipe from :mod:`hybridflow.rewards.pool`, which starts it as a program of its own
 (no fork, no re-import of the caller's main module), kills it when an answer takes too long and starts another. The
-function runs in the main thread, so it may use signals and alarms. Invariant: each question gets exactly one reply, in order.
+function runs in the main thread, so it may use signals and alarms. Invariant: each question gets exactly one reply, in
+order.
 """
 
 from __future__ import annotations

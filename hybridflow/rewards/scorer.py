@@ -94,7 +94,8 @@ class Scorer:
         counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(errors).most_common(3))
         raise RewardError(
             f"{len(errors)} of {len(outcomes)} answers could not be scored by {self.config.function}; "
-            f"reward.max_failed={self.config.max_failed:g} accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
+            f"reward.max_failed={self.config.max_failed:g} "
+            f"accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
             f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise reward.timeout or reward.max_failed."
         )
 

@@ -52,11 +52,7 @@ def test_a_parquet_file_gives_the_rows_of_the_jsonl_file(tmp_path: Path):
     from_lines = read(write_lines(tmp_path / "a.jsonl", VERL_ROW, VERL_ROW))
     from_parquet = read(tmp_path / "a.parquet")
     for left, right in zip(from_lines, from_parquet, strict=True):
-        assert (left.messages, left.ground_truth, left.extra_info) == (
-            right.messages,
-            right.ground_truth,
-            right.extra_info,
-        )
+        assert replace(left, where="") == replace(right, where="")
     assert from_parquet[1].where.endswith("a.parquet, row 2")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -472,7 +473,7 @@ def test_make_iterator_shuffles_with_a_seed_and_covers_every_row_once_an_epoch()
     def orders(**kwargs) -> list[list[int]]:
         batches = [batch["x"].tolist() for batch in data.make_iterator(4, 2, **kwargs)]
         assert [len(batch) for batch in batches] == [4] * 6
-        return [sum(batches[:3], []), sum(batches[3:], [])]
+        return [[*chain(*batches[:3])], [*chain(*batches[3:])]]
 
     first, second = orders(seed=1)
     assert first != list(range(12)) and second != list(range(12)) and first != second

@@ -20,8 +20,10 @@ SEEDS = st.integers(0, 2**31)
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["slice", "step", "list", "mask", "repeat", "blocks", "chunk", "split", "concat", "reorder"]
-            + ["union", "pad", "pickle", "rename", "shuffle", "pop"]
+            (
+                *("slice", "step", "list", "mask", "repeat", "blocks", "chunk", "split"),
+                *("concat", "reorder", "union", "pad", "pickle", "rename", "shuffle", "pop"),
+            )
         ),
         SEEDS,
     ),

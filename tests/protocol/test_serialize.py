@@ -103,7 +103,7 @@ def test_a_view_never_drags_its_storage_along():
         {"x": torch.zeros(10_000, 4), "j": DataProto.jagged([[1.0] * 100] * 10_000)},
         {"cell": [torch.zeros(1000)[:2] for _ in range(10_000)], "array": [np.zeros(1000)[:2] for _ in range(10_000)]},
     )
-    head, buffers = out_of_band(data[5:7])
+    _, buffers = out_of_band(data[5:7])
     assert sorted(buffer.nbytes for buffer in buffers) == sorted([2 * 4 * 4, 200 * 4, 3 * 8, 8, 8, 16, 16])
     assert len(pickle.dumps(data[5:7])) < 4000
 

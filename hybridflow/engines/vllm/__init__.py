@@ -1,0 +1,1 @@
+"""vLLM inside the device process: ``environment`` and ``cpu`` prepare it, ``engine`` generates."""

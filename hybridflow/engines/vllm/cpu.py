@@ -5,6 +5,8 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
 - linear layers keep ``weight`` as an ordinary tensor (:func:`install`). The backend would pack it into a private format
   and leave an empty parameter behind, and new weights would never be seen;
 - nothing is compiled (:func:`install`): one small function of the sampler would cost 30 s of C++ compilation;
+- RMSNorm uses the kernel that the CPU build has but selects on GPUs only (:func:`engine_options`): of a step of a small
+  model most of the time is operators that start, not numbers that are multiplied;
 - the process's memory policy and ``torch.set_num_threads`` are left alone (:func:`constructing`).
 """
 
@@ -15,6 +17,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ from hybridflow.engines.vllm import environment
 from hybridflow.errors import ModelError
 
 
-def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
     """Stands for vLLM's choice of a matrix product: always ``F.linear`` on the live ``layer.weight``."""
     layer.cpu_linear = torch.nn.functional.linear
 
@@ -31,6 +34,53 @@ def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
 def _ranks(log_probs: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
     """Rank of a token in its row, [rows, vocabulary] and [rows, 1] -> [rows]; 1 is the most likely."""
     return (log_probs >= of_token).sum(-1)
+
+
+BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache: as few as the CPU's attention takes, so that short prompts are shared too."""
+
+_NORMS = "hybridflow_cpu"
+
+
+def _register_norms() -> None:
+    """Offer vLLM's C++ RMSNorm to its own operator registry; other shapes fall back to plain torch."""
+    from vllm import ir
+
+    if _NORMS in ir.ops.rms_norm.impls:
+        return
+    kernels = torch.ops._C
+
+    def plain(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+        return variance_size is None and weight is not None and weight.dtype == x.dtype
+
+    def plain_add(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> bool:
+        return plain(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
+
+    @ir.ops.rms_norm.register_impl(_NORMS, supports_args=plain)
+    def rms_norm(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> torch.Tensor:
+        x = x.contiguous()  # the kernel ignores strides, and q and k are views of one tensor
+        out = torch.empty_like(x)
+        kernels.rms_norm(out, x, weight, epsilon)
+        return out
+
+    @ir.ops.fused_add_rms_norm.register_impl(_NORMS, supports_args=plain_add, inplace=True)
+    def fused_add_rms_norm(
+        x: torch.Tensor,
+        x_residual: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        variance_size: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels.fused_add_rms_norm(x, x_residual, weight, epsilon)
+        return x, x_residual
 
 
 @contextlib.contextmanager
@@ -58,6 +108,19 @@ def install() -> None:
         import vllm.v1.sample.sampler as sampler
     layers.dispatch_cpu_unquantized_gemm = _plain_linear
     sampler.batched_count_greater_than = _ranks
+    _register_norms()
+
+
+def engine_options() -> dict[str, Any]:
+    """``EngineArgs`` that differ on a CPU."""
+    if platform.current().is_cuda:
+        return {}
+    return {
+        # vLLM 0.32 raises where the prefill of a seeded request is cut in pieces ("CPU Generator does not use offset").
+        "enable_chunked_prefill": False,
+        "block_size": BLOCK_TOKENS,
+        "ir_op_priority": {"rms_norm": [_NORMS], "fused_add_rms_norm": [_NORMS]},
+    }
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -83,12 +146,13 @@ def constructing() -> Iterator[None]:
         return
     import vllm._custom_ops  # noqa: F401  (loads the operators)
 
-    set_num_threads, bind_memory = torch.set_num_threads, torch.ops._C.init_cpu_memory_env
+    operators: Any = torch.ops._C
+    set_num_threads, bind_memory = torch.set_num_threads, operators.init_cpu_memory_env
     # Would bind all memory of the process, the trainer's too, strictly to one NUMA node.
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    operators.init_cpu_memory_env = lambda nodes: None
     try:
         with _quiet():
             yield
     finally:
-        torch.ops._C.init_cpu_memory_env = bind_memory
+        operators.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads

@@ -24,6 +24,7 @@ import random
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ cpu.install()
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402  (after the environment)
 from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
@@ -46,8 +48,8 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one; :class:`RolloutEngine` refuses them instead."""
 
-_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 _BATCHED_TOKENS = 8192
+_GPU_BLOCK_TOKENS = 16  # vLLM's default
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,7 @@ class RolloutEngine:
         self.spec, self.config, self.max_model_len = spec, config, max_model_len
         self.valid_vocab = min(valid_vocab, spec.vocab_size)
         self._stop_token_ids = sorted({*config.stop_token_ids, *spec.eos_token_ids})
-        block_tokens = _BLOCK_TOKENS[platform.current().device_type]
-        self._check_limits(dtype, block_tokens)
+        self._check_limits(dtype)
         environment.ensure_world()
         args = EngineArgs(
             model=folder,
@@ -124,36 +125,34 @@ class RolloutEngine:
             generation_config="vllm",
             load_format="auto" if load_weights else "dummy",
             use_tqdm_on_load=False,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=cast(Any, str(dtype).removeprefix("torch.")),
             distributed_executor_backend="external_launcher",
             max_model_len=max_model_len,
             max_num_seqs=config.max_sequences,
-            # On a CPU vLLM 0.32 raises where the prefill of a seeded request is cut in pieces.
-            enable_chunked_prefill=platform.current().is_cuda,
             max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len + config.max_sequences),
             kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) or None,
-            block_size=block_tokens,
             enable_prefix_caching=True,
             enforce_eager=config.enforce_eager,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=0,
+            **cpu.engine_options(),
         )
         with environment.launched(), cpu.constructing(), _random_state_kept():
             self._engine = LLMEngine.from_engine_args(args)
             self._engine.renderer.get_eos_token_id()  # warns once that there is no tokenizer, as wanted
         # At garbage collection or at exit it would destroy the process's torch.distributed, the trainer's groups too.
-        self._engine.engine_core._finalizer.detach()
+        cast(Any, self._engine.engine_core)._finalizer.detach()
         weakref.finalize(self, gc.unfreeze)  # the other half of its work: vLLM froze the process's objects
         worker = self._engine.model_executor.driver_worker.worker
-        self._model: torch.nn.Module = worker.model_runner.model
+        self._model: Any = worker.model_runner.model
         if self.valid_vocab < spec.vocab_size:
             self._mask_vocabulary()
         self._version: int | None = None
         if load_weights:
             self.weights_changed(0)
 
-    def _check_limits(self, dtype: torch.dtype, block_tokens: int) -> None:
+    def _check_limits(self, dtype: torch.dtype) -> None:
         spec, config = self.spec, self.config
         cpu.check_head_dim(spec.head_dim)
         if self.max_model_len > spec.max_positions:
@@ -164,6 +163,7 @@ class RolloutEngine:
             )
         if config.kv_cache_gb <= 0 and not platform.current().is_cuda:
             raise ConfigError(f"rollout.kv_cache_gb={config.kv_cache_gb}: on a CPU give a size above 0, in GiB.")
+        block_tokens = _GPU_BLOCK_TOKENS if platform.current().is_cuda else cpu.BLOCK_TOKENS
         blocks = math.ceil(self.max_model_len / block_tokens)
         per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
         # One block more than a sequence fills: vLLM keeps one for itself.
@@ -241,7 +241,7 @@ class RolloutEngine:
                 self._engine.add_request(str(index), prompt, self._params(request, sampling))
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    completions[int(output.request_id)] = self._completion(output)
+                    completions[int(output.request_id)] = self._completion(cast(RequestOutput, output))
         missing = [i for i, completion in enumerate(completions) if completion is None]
         if missing:
             raise RuntimeError(
@@ -293,6 +293,7 @@ class RolloutEngine:
 
     def _completion(self, output: RequestOutput) -> Completion:
         [answer] = output.outputs
+        assert isinstance(answer.logprobs, FlatLogprobs) and answer.weight_versions and answer.finish_reason
         token_ids, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probabilities.")
