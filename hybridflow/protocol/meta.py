@@ -1,7 +1,7 @@
 """How the ``meta_info`` of several DataProtos becomes one: what union and concat do besides columns.
 
-Invariant: nothing is dropped and nothing is chosen in silence: equal values are kept, metrics are all collected, and
-any other difference is an error that names the key and both values.
+Invariant: nothing is dropped and nothing is chosen in silence: equal values are kept, metrics are all collected (by
+concat, one dict a worker) or joined (by union, one dict), and any other difference is an error that names the key and both values.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from hybridflow.errors import DataError
@@ -22,9 +23,9 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
 
     Args:
         method: name of the operation in error messages.
-        collect_metrics: the parts are workers that report the same metrics of their own rows: collect the key ``metrics``
-            as :func:`merge_metrics` does. Otherwise they report different metrics of the same rows: one dict of means
-            with the names of all, where a name that two parts report must have one value.
+        collect_metrics: the parts are workers that report the same metrics of their own rows, so the key ``metrics``
+            is collected as :func:`merge_metrics` does. Otherwise they report different metrics of the same rows: one
+            dict with the names of all (means over workers), where a name that two parts report must have one value.
 
     Raises:
         DataError: names the key, both values and both parts where parts differ.
@@ -50,11 +51,18 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
     return copy.deepcopy(merged)
 
 
-def mean_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One dict of metrics as it is, or the means over several workers' dicts (NaN where one worker's is NaN)."""
-    if isinstance(metrics, Mapping):
-        return dict(metrics)
-    return {name: sum(m[name] for m in metrics) / len(metrics) for name in (metrics[0] if metrics else {})}
+def mean_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One dict of metrics as it is, or the means over several workers' dicts: NaN where one worker's is NaN or missing.
+
+    Raises:
+        DataError: for a value that is no number; names the metric.
+    """
+    dicts = merge_metrics([metrics]) if metrics else []
+    for entry in dicts:
+        for name, value in entry.items():
+            if not isinstance(value, Real):
+                raise DataError(f"meta_info['metrics'][{name!r}] is {short(value)}; a metric is a number.")
+    return {name: sum(entry[name] for entry in dicts) / len(dicts) for name in (dicts[0] if dicts else {})}
 
 
 def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:
