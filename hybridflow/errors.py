@@ -58,7 +58,9 @@ class WorkerError(HybridFlowError, RuntimeError):
     def __str__(self) -> str:
         where = "" if self.step is None else f" in step {self.step}"
         text = f"{self.role}.{self.method} failed on rank {self.rank}{where}: {self.cause}"
-        return f"{text}\n\n--- traceback of {self.role} rank {self.rank} ---\n{self.traceback}" if self.traceback else text
+        return (
+            f"{text}\n\n--- traceback of {self.role} rank {self.rank} ---\n{self.traceback}" if self.traceback else text
+        )
 
 
 class WorkerDiedError(WorkerError):

@@ -1,6 +1,7 @@
 """The one place that knows which devices exist.
 
-Everything else asks here for the device type, the collective backend and the memory in use; nothing else tests for CUDA.
+Everything else asks here for the device type, the collective backend and the memory in use; nothing else tests for
+CUDA.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def _rank(function: Callable[..., Any], rank: int, world: int, store: str, args:
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0) -> list[Any]:
-    """``[function(rank, *args) for rank in range(world)]``, run at once. A rank's error fails the test with its traceback.
+    """``[function(rank, *args) for rank in range(world)]``, run at once. A rank's error fails the test with its
+    traceback.
 
     ``function`` must be importable (defined at a module's top level).
     """
@@ -36,9 +37,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(
-                target=_rank, args=(function, rank, world, f"{folder}/store", args, answers), daemon=True
-            )
+            context.Process(target=_rank, args=(function, rank, world, f"{folder}/store", args, answers), daemon=True)
             for rank in range(world)
         ]
         for process in processes:

@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rows = [json.loads(line) for line in open(args.prompts)]
+    with open(args.prompts) as file:
+        rows = [json.loads(line) for line in file]
     tokens: list[int] = []
 
     def reward(prompts, completions, completion_ids, **_):
@@ -70,10 +71,7 @@ def main() -> None:
     clock.times.append(time.perf_counter())
     trainer.train()
     seconds = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
-    print(
-        "RESULT "
-        + json.dumps({"seconds": seconds[args.warm_up :], "response_tokens": tokens[args.warm_up :]})
-    )
+    print("RESULT " + json.dumps({"seconds": seconds[args.warm_up :], "response_tokens": tokens[args.warm_up :]}))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def grpo(
 
 
 def grpo_advantages(batch: DataProto, config: AdvantageConfig) -> DataProto:
-    """GRPO's step in a driver: reads ``rewards``, ``group_ids`` and ``response_mask``, gives ``advantages`` (jagged)."""
+    """GRPO's step in a driver: ``rewards``, ``group_ids`` and ``response_mask`` to jagged ``advantages``."""
     lengths = batch.lengths("response_mask")
     mask = batch.padded("response_mask", value=False)
     advantages, _ = grpo(batch["rewards"], batch["group_ids"], mask, config.normalize_std, config.eps)

@@ -1,11 +1,12 @@
 """Policy losses: pure functions from log-probabilities to one number per token, and how tokens become a scalar.
 
 A loss is ``(log_probs, old_log_probs, advantages, mask, config) -> (loss [B, T], metrics)``. The scalar is
-:func:`aggregate` of it: a SUM over this piece of the batch divided by GLOBAL counts (all micro-batches and data-parallel
-ranks of one optimizer update), so that no split, padding or packing changes the gradient.
+:func:`aggregate` of it: a SUM over this piece of the batch divided by GLOBAL counts (all micro-batches and
+data-parallel ranks of one optimizer update), so that no split, padding or packing changes the gradient.
 
 Invariants: what stands at masked positions, NaN and inf included, never reaches loss, metrics or gradient.
-Shapes: [B, T] float32 with a bool mask [B, T]. Metrics are sums over unmasked tokens, to be divided by the global count.
+Shapes: [B, T] float32 with a bool mask [B, T]. Metrics are sums over unmasked tokens, to be divided by the global
+count.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> dict[s
         rollout_log_probs, log_probs: [N] float32, the same tokens in the same order.
 
     Returns:
-        ``max_diff`` and ``mean_diff`` of |rollout - trainer|, ``mult_prob_error`` = mean exp|d| and ``k3``, the estimate
-        of KL(rollout || trainer). All NaN where any log-probability is NaN.
+        ``max_diff`` and ``mean_diff`` of |rollout - trainer|, ``mult_prob_error`` = mean exp|d| and ``k3``, the
+        estimate of KL(rollout || trainer). All NaN where any log-probability is NaN.
     """
     if rollout_log_probs.shape != log_probs.shape:
         raise DataError(

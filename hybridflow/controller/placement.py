@@ -1,12 +1,13 @@
 """From the placement in YAML to pools and groups.
 
-Where it stands: called by :func:`hybridflow.launch` after the settings were checked. A role that the placement leaves out
-(``roles.reference: null``) is an :class:`AbsentRole`, so a driver's loop needs no ``if``.
+Where it stands: called by :func:`hybridflow.launch` after the settings were checked. A role that the placement leaves
+out (``roles.reference: null``) is an :class:`AbsentRole`, so a driver's loop needs no ``if``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
@@ -31,7 +32,7 @@ class AbsentRole:
     def __init__(self, role: str) -> None:
         self.role = role
 
-    def __getattr__(self, method: str) -> Callable[..., DataProto]:
+    def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
         return lambda *args, **kwargs: DataProto.from_dict()

@@ -3,8 +3,8 @@
 Where it stands: :func:`hybridflow.launch` builds it; a driver's loop reads as the algorithm because everything that a
 schedule decides (sync, evaluate, save, log, stop) happens in :meth:`Run.finish_step`.
 
-Invariants: a checkpoint is written between two steps only; the order of a weight sync is fixed here and nowhere else; the
-weight version is the number of the last finished step.
+Invariants: a checkpoint is written between two steps only; the order of a weight sync is fixed here and nowhere else;
+the weight version is the number of the last finished step.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Run:
         """Score held-out prompts under the current weights.
 
         Returns:
-            ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``, and the accuracy of each data
-            source where there are several; empty where nothing is held out, or no rollout or reward is placed.
+            ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``, and the accuracy of each
+            data source where there are several; empty where nothing is held out, or no rollout or reward is placed.
         """
         settings = self.config.evaluate
         prompts = self.source.held_out()
@@ -179,7 +179,7 @@ class Run:
     def _begin(self, step: int) -> None:
         self.step = step
         for group in self.groups.values():
-            if group:
+            if isinstance(group, WorkerGroup):
                 group.step = step
         self._timer.flush()
 

@@ -1,7 +1,7 @@
 """How rows become micro-batches: pure functions on lengths.
 
-Rows of similar length stand together, so that padding inside a micro-batch stays small. Losses are sums divided by global
-counts, so neither the order nor the split changes an update.
+Rows of similar length stand together, so that padding inside a micro-batch stays small. Losses are sums divided by
+global counts, so neither the order nor the split changes an update.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder, and which ids it can mean.
 
-Invariant: rollout and trainer both normalise over :func:`vocabulary_size` ids, so a model whose embedding is larger than
-its tokenizer never shifts one side's log-probabilities against the other's.
+Invariant: rollout and trainer both normalise over :func:`vocabulary_size` ids, so a model whose embedding is larger
+than its tokenizer never shifts one side's log-probabilities against the other's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How the ``meta_info`` of several DataProtos becomes one: what union and concat do besides columns.
 
 Invariant: nothing is dropped and nothing is chosen in silence: equal values are kept, metrics are all collected (by
-concat, one dict a worker) or joined (by union, one dict), and any other difference is an error that names the key and both values.
+concat, one dict a worker) or joined (by union, one dict), and any other difference is an error that names the key and
+both values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The policy in training: log-probabilities, updates, checkpoints.
 
 Where it stands: its engine's weights are what the rollout receives at each sync. The weight version is its count of
-training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches, padding
-or the number of data-parallel ranks.
+training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches,
+padding or the number of data-parallel ranks.
 """
 
 from __future__ import annotations

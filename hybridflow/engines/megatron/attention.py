@@ -1,7 +1,7 @@
 """Core attention on PyTorch's scaled_dot_product_attention, for megatron-core's layer spec.
 
-It stands between the qkv projection and the output projection of every layer, on CPUs and GPUs alike. Causal order is the
-only mask: sequences are padded on the right, so no real token ever attends to padding.
+It stands between the qkv projection and the output projection of every layer, on CPUs and GPUs alike. Causal order is
+the only mask: sequences are padded on the right, so no real token ever attends to padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule  # isort: skip
 
 
 class CausalAttention(MegatronModule):
-    """Grouped-query causal attention: [s, b, heads, d] queries, [s, b, kv_heads, d] keys and values -> [s, b, heads*d]."""
+    """Grouped-query causal attention: query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads*d]."""
 
     def __init__(
         self,

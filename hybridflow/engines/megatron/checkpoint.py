@@ -31,7 +31,8 @@ def save(engine: MegatronEngine, folder: str, source: ModelConfig) -> None:
     at = engine.parallel.coordinates
     if at.dp == 0:
         parts = [(engine.table, engine.parameters())]
-        export_folder(Path(folder) / "model", engine.spec, source.tokenizer_path or source.path, parts)
+        tokenizer = source.tokenizer_path or None
+        export_folder(Path(folder) / "model", engine.spec, source.path, parts, tokenizer_folder=tokenizer)
         if engine.optimizer is not None:
             below = Path(folder) / "optimizer"
             for kind, tensors in engine.optimizer.states().items():

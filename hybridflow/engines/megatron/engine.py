@@ -3,8 +3,8 @@
 Where it stands: workers hold one engine each; it is the only thing they know of megatron-core. Every method enters the
 engine's own layout, so engines of several roles live in one process.
 
-Invariants: an update's result does not depend on how rows were cut into micro-batches or spread over data-parallel ranks;
-an engine without an optimizer never changes its weights.
+Invariants: an update's result does not depend on how rows were cut into micro-batches or spread over data-parallel
+ranks; an engine without an optimizer never changes its weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybridflow.engines.megatron.batch import MicroBatch
 from hybridflow.engines.megatron.model import PolicyModel, build_model
 from hybridflow.engines.megatron.optimizer import Optimizer
 from hybridflow.engines.megatron.parallel import ModelParallel
-from hybridflow.models.boxes import ParameterBoxes
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import megatron_table, padded_vocab_size
 from hybridflow.platform import current
+from hybridflow.resharding.boxes import ParameterBoxes
 from hybridflow.resharding.layout import ParallelLayout
 
 from megatron.core.distributed import (  # isort: skip

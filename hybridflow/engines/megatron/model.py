@@ -1,8 +1,8 @@
 """The policy as a megatron-core GPT model whose forward ends in log-probabilities.
 
-Built from a :class:`ModelSpec`; weights come in by ``models/hf_io``. The last stage never returns logits: it selects the
-positions that predict a wanted token and turns their hidden states into log-probabilities in chunks, so float32 logits of
-a whole micro-batch never exist.
+Built from a :class:`ModelSpec`; weights come in by ``models/hf_io``. The last stage never returns logits: it selects
+the positions that predict a wanted token and turns their hidden states into log-probabilities in chunks, so float32
+logits of a whole micro-batch never exist.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class PolicyModel(GPTModel):
     """A GPT model that answers with log-probabilities of given tokens.
 
     ``forward(input_ids [b, s], position_ids [b, s], targets [b, s])`` returns, on the last pipeline stage,
-    ``[2, N]`` float32: log-probability and entropy (zeros unless asked) of the N positions with ``targets >= 0``, row by
-    row. On earlier stages it returns hidden states [s, b, h].
+    ``[2, N]`` float32: log-probability and entropy (zeros unless asked) of the N positions with ``targets >= 0``, row
+    by row. On earlier stages it returns hidden states [s, b, h].
     """
 
     temperature: float = 1.0
@@ -128,9 +128,9 @@ def build_model(spec: ModelSpec, parallel: ModelParallel, dtype: torch.dtype, va
     parallel.check()
     config = transformer_config(spec, parallel, dtype)
     layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

@@ -68,9 +68,11 @@ class Optimizer:
         )
         cpu.install()
         with cpu.cuda_type_names():
-            self.inner = megatron_optimizer.get_megatron_optimizer(
+            inner = megatron_optimizer.get_megatron_optimizer(
                 settings, [model], use_gloo_process_groups=not current().is_cuda
             )
+        assert isinstance(inner, megatron_optimizer.ChainedOptimizer)
+        self.inner = inner
 
     @torch.no_grad()
     def step(self) -> dict[str, float]:
@@ -89,7 +91,7 @@ class Optimizer:
             finite = math.isfinite(norm)
             if finite:
                 for part in self.inner.chained_optimizers:
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), part.config.clip_grad, norm)
+                    clip_grad_by_total_norm_fp32(list[torch.Tensor](part.get_parameters()), part.config.clip_grad, norm)
                 self.inner.step_with_ready_grads()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}

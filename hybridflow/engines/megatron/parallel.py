@@ -1,7 +1,7 @@
 """One Megatron layout among several in a process.
 
-megatron-core keeps its process groups in module globals of ``parallel_state``. Roles that share a process each have their
-own layout, so a :class:`ModelParallel` holds one set of globals and puts them in place around every use:
+megatron-core keeps its process groups in module globals of ``parallel_state``. Roles that share a process each have
+their own layout, so a :class:`ModelParallel` holds one set of globals and puts them in place around every use:
 
     with model_parallel:
         ...                       # megatron-core sees this layout's groups

@@ -45,7 +45,9 @@ def train_save_resume_on_rank(rank: int, world: int, model: str, out: str, dtype
     resumed = build()
     checkpoint.load(resumed, out)
     states = resumed.optimizer.states()
-    steps = [id(s["step"]) for part in resumed.optimizer.inner.chained_optimizers for s in part.optimizer.state.values()]
+    steps = [
+        id(s["step"]) for part in resumed.optimizer.inner.chained_optimizers for s in part.optimizer.state.values()
+    ]
     shared_clock = len(set(steps)) != len(steps)
     found = train(resumed, range(2, 4))
     same = all(torch.equal(p, resumed.parameters()[name]) for name, p in straight.parameters().items())
@@ -59,7 +61,9 @@ def train_save_resume_on_rank(rank: int, world: int, model: str, out: str, dtype
 
 @pytest.mark.parametrize(("dtype", "world"), [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_resuming_is_bit_exact_past_the_load(tmp_path, dtype, world):
-    model = save_tiny_model(tmp_path / "model", "qwen3", dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=True)
+    model = save_tiny_model(
+        tmp_path / "model", "qwen3", dtype=str(dtype).removeprefix("torch."), tie_word_embeddings=True
+    )
     answers = run_ranks(train_save_resume_on_rank, world, world, model, str(tmp_path / "out"), dtype)
     for expected, found, same, moments, shared_clock, kinds in answers:
         assert found == expected

@@ -20,7 +20,9 @@ STEPS = 3
 LR = 1e-3
 
 
-def rows(count: int = 8, seed: int = 3, below: int = VOCAB) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def rows(
+    count: int = 8, seed: int = 3, below: int = VOCAB
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Prompts, responses and masks of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, below, (n,), generator=generator)  # noqa: E731
@@ -31,7 +33,9 @@ def rows(count: int = 8, seed: int = 3, below: int = VOCAB) -> tuple[list[torch.
     return prompts, responses, masks
 
 
-def oracle(model, prompt: torch.Tensor, response: torch.Tensor, valid: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(
+    model, prompt: torch.Tensor, response: torch.Tensor, valid: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of each response token by transformers: one row, no padding, ids below ``valid``."""
     logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
     log_p = F.log_softmax(logits[:, :valid], dim=-1)
@@ -53,7 +57,8 @@ def score_on_rank(rank: int, folders: list[str], valid: int) -> list[list[torch.
     for folder in folders:
         engine = build(folder, world=1, valid=valid)
         micros = [
-            make_micro_batch(prompts, responses, None, part, torch.device("cpu")) for part in ([0, 5, 2], [1, 3, 4, 6, 7])
+            make_micro_batch(prompts, responses, None, part, torch.device("cpu"))
+            for part in ([0, 5, 2], [1, 3, 4, 6, 7])
         ]
         flat: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
         for micro, answer in zip(micros, engine.log_probs(micros, TEMPERATURE), strict=True):
@@ -74,7 +79,7 @@ CASES = {
 
 @pytest.mark.parametrize("valid", [VOCAB, 52])
 def test_log_probs_and_entropy_equal_transformers(tmp_path, valid):
-    """All architectures in one process, one after another; with ids from 52 on impossible, also where the model has 61."""
+    """All architectures in one process, one after another; also with the ids from 52 on made impossible."""
     from transformers import AutoModelForCausalLM
 
     folders = [save_tiny_model(tmp_path / name, name.split("-")[0], **changes) for name, changes in CASES.items()]
@@ -175,7 +180,9 @@ def test_updates_equal_transformers_and_torch_adamw(tmp_path, architecture):
             weights += [answer[2] for answer in answers[:2]]
     for other in weights[1:]:
         for name, weight in other.items():
-            torch.testing.assert_close(weight, weights[0][name], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                weight, weights[0][name], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_bfloat16_trains_near_float32(tmp_path):
