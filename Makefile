@@ -11,8 +11,8 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input
 # Asked for torch's CPU build only where pip's own sources have none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# What `make quickstart` runs, and extra arguments for pytest (make test ARGS="-k layout").
-QUICKSTART ?= examples/quickstart.py
+# Where `make quickstart` writes, and extra arguments for pytest (make test ARGS="-k layout").
+DEMO ?= runs/demo
 ARGS ?=
 
 LOCKS := requirements/cpu-torch.txt requirements/cpu.txt
@@ -42,7 +42,10 @@ $(STAMP):
 	@echo "setup: done"
 
 quickstart: setup ## train a small model from nothing, in minutes, on this machine
-	@$(PY) $(QUICKSTART)
+	rm -rf $(DEMO)
+	$(PY) -m hybridflow.data.demo --out $(DEMO)/assets
+	$(PY) examples/sft.py runs_dir=$(DEMO)
+	$(PY) examples/grpo.py runs_dir=$(DEMO) model.path=$(DEMO)/sft-tiny/model
 
 test: setup ## every test: the fast ones first, then those that start Ray, process groups and whole runs
 	@$(PY) -m pytest $(ARGS)

@@ -36,6 +36,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
             wrong; nothing was started.
         PlacementError: the cluster cannot hold the placement.
     """
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a deprecation inside tensordict
     plan = checks.check(config)
     print(plan.placement_table())
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)

@@ -71,6 +71,7 @@ class Run:
         after the last one.
         """
         with _Interrupts(self):
+            self.sync_weights()  # a broken path fails before the first step
             if self.config.evaluate.at_start and self.step == 0:
                 with self.timer("evaluate"):
                     found = self.evaluate()

@@ -1,0 +1,101 @@
+"""A whole GRPO step against the sum of its parts done bare, in turn, in the same processes on the same rows.
+
+    python benchmarks/step.py                                    # 8 prompts x 8 samples x up to 64 tokens
+    python benchmarks/step.py data.prompts_per_step=16 rollout.max_tokens=8
+
+Takes the overrides of ``examples/grpo.py``. Prints the median seconds of each, and their ratio.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import hybridflow
+from hybridflow.algorithms.advantages import grpo_advantages
+from hybridflow.compose import load
+from hybridflow.config import GRPOConfig
+from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.run import Run
+from hybridflow.data import demo
+
+ASSETS = Path("runs/benchmarks/assets")
+WARM_UP = 3
+SHAPE = [
+    "name=step",
+    "runs_dir=runs/benchmarks",
+    f"model.path={ASSETS}/model",
+    f"data.train={ASSETS}/train.jsonl",
+    f"data.evaluate={ASSETS}/heldout.jsonl",
+    "data.prompts_per_step=8",
+    "rollout.n=8",
+    "rollout.max_tokens=64",
+    "actor.micro_batch_size=64",
+    "evaluate.at_start=false",
+    "evaluate.every=0",
+    "checkpoint.every=0",
+    "steps=20",
+]
+
+
+def step(run: Run, prompts: hybridflow.DataProto, config: GRPOConfig) -> hybridflow.DataProto:
+    """The loop body of ``examples/grpo.py``."""
+    with run.timer("generate"):
+        batch = run.rollout.generate(prompts.repeat(config.rollout.n))
+    with run.timer("reward"):
+        batch = batch.union(run.reward.score(batch))
+    with run.timer("log_probs"):
+        batch = batch.union(run.actor.log_probs(batch))
+    with run.timer("ref_log_probs"):
+        batch = batch.union(run.reference.log_probs(batch))
+    with run.timer("advantage"):
+        batch = batch.union(grpo_advantages(batch, config.algorithm))
+    with run.timer("update_actor"):
+        metrics = run.actor.update(batch)
+    run.finish_step(metrics, batch)
+    return batch
+
+
+def main() -> None:
+    if not (ASSETS / "model").exists():
+        demo.write_demo(ASSETS, 0)
+    config = load("grpo", GRPOConfig, [*SHAPE, *sys.argv[1:]])
+    shutil.rmtree(Path(config.runs_dir) / config.name, ignore_errors=True)
+    whole: list[float] = []
+    parts: dict[str, list[float]] = {"generate": [], "log_probs": [], "update": []}
+    with hybridflow.launch(config) as run:
+        assert isinstance(run.actor, WorkerGroup)
+        bare = WorkerGroup(run.actor.pool, "bare", "benchmarks.bare:BareWorker", run.actor.layout, config)
+        bare.setup()
+        steps = run.steps()
+        while True:
+            start = time.perf_counter()
+            prompts = next(steps, None)
+            if prompts is None:
+                break
+            batch = step(run, prompts, config)
+            seconds = time.perf_counter() - start
+            found = bare.run_parts(batch.select(["prompts", "responses"], []))
+            if run.step > WARM_UP:
+                whole.append(seconds)
+                for name, value in found.items():
+                    parts[name].append(value)
+    print_table(whole, parts)
+
+
+def print_table(whole: list[float], parts: dict[str, list[float]]) -> None:
+    bare = [sum(row) for row in zip(*parts.values(), strict=True)]
+    print(f"\nmedians of {len(whole)} steps after {WARM_UP} of warm-up; bare parts in the same processes, in turn")
+    for name, values in parts.items():
+        print(f"  bare {name:<10} {statistics.median(values):8.3f} s")
+    print(f"  bare sum        {statistics.median(bare):8.3f} s")
+    print(f"  whole step      {statistics.median(whole):8.3f} s")
+    ratios = [w / b for w, b in zip(whole, bare, strict=True)]
+    print(f"  ratio           {statistics.median(ratios):8.3f}   (min {min(ratios):.3f}, max {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
