@@ -1,7 +1,7 @@
 """The parts of a GRPO step done bare, in the same device processes: what a step cannot be cheaper than.
 
-Plain ``vllm.LLM.generate``, and a transformers model with torch's DDP and AdamW: nothing of HybridFlow but the process it
-runs in, the same rows, and the same cut into micro-batches.
+Plain ``vllm.LLM.generate``, and a transformers model with torch's DDP and AdamW: nothing of HybridFlow but the process
+it runs in, the same rows, and the same cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class BareWorker(Worker):
         responses = rows_of(batch, "responses")
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         cuts = micro_batches(lengths, settings.actor.micro_batch_size, settings.actor.micro_batch_tokens)
-        micros = [self._pad([prompts[i] + responses[i].tolist() for i in rows], [len(prompts[i]) for i in rows]) for rows in cuts]
+        micros = [
+            self._pad([prompts[i] + responses[i].tolist() for i in rows], [len(prompts[i]) for i in rows])
+            for rows in cuts
+        ]
         start = time.perf_counter()
         with torch.no_grad():
             for micro in micros:
@@ -95,7 +98,9 @@ class BareWorker(Worker):
         """Right-padded ids [b, s] and the mask [b, s - 1] of positions that predict a response token."""
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        wanted = torch.tensor([[p - 1 <= i < len(row) - 1 for i in range(width - 1)] for row, p in zip(rows, prompts, strict=True)])
+        wanted = torch.tensor(
+            [[p - 1 <= i < len(row) - 1 for i in range(width - 1)] for row, p in zip(rows, prompts, strict=True)]
+        )
         return ids, wanted
 
     @staticmethod

@@ -1,0 +1,134 @@
+"""GRPO steps of HybridFlow and of TRL's GRPOTrainer in turn: same model, prompts, shape, precision and cores.
+
+    python benchmarks/against_trl.py                     # 0.43 M parameters
+    python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M parameters
+
+TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers). TRL may use both
+cores in one process (its better setting of 1 and 2 threads is taken); HybridFlow runs one device process a core.
+Responses run to ``--max-tokens`` unless the random model happens to draw its end id, which is the same chance in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from hybridflow.data import demo
+
+ROOT = Path("runs/benchmarks")
+PINS = ["torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"]
+WARM_UP = 2
+
+
+def trl_python() -> str:
+    """The interpreter of TRL's environment, made on the first call."""
+    python = ROOT / "trl" / "bin" / "python"
+    if not python.exists():
+        print("making TRL's environment (a minute or two)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(ROOT / "trl")], check=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, PINS[0]], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([*pip, *PINS], check=True, stderr=subprocess.DEVNULL)
+    return str(python)
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> int:
+    """A random Qwen3 with the demo's tokenizer; returns its parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    demo.write_demo(folder, 0)
+    config = AutoConfig.from_pretrained(folder / "model")
+    heads = hidden // config.head_dim
+    for name, value in {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "layer_types": ["full_attention"] * layers,
+        "max_window_layers": layers,
+    }.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": r["messages"][0]["content"]}) + "\n" for r in rows)
+    )
+    return sum(p.numel() for p in model.parameters())
+
+
+def run_trl(args: argparse.Namespace, assets: Path, threads: int) -> list[float]:
+    """Seconds of each measured step."""
+    command = [
+        trl_python(), "benchmarks/peers/trl_grpo.py",
+        "--model", str(assets / "model"), "--prompts", str(assets / "prompts.jsonl"),
+        "--prompts-per-step", str(args.prompts), "--samples", str(args.samples), "--max-tokens", str(args.max_tokens),
+        "--steps", str(args.steps + WARM_UP), "--warm-up", str(WARM_UP), "--threads", str(threads),
+        "--out", str(ROOT / "trl_out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found = json.loads(lines[0].removeprefix("RESULT "))
+    return [t / s for t, s in zip(found["response_tokens"], found["seconds"], strict=False)]
+
+
+def run_ours(args: argparse.Namespace, assets: Path) -> list[float]:
+    """Response tokens a second of each measured step."""
+    shutil.rmtree(ROOT / "ours", ignore_errors=True)
+    command = [
+        sys.executable, "examples/grpo.py", f"runs_dir={ROOT}", "name=ours", f"model.path={assets}/model",
+        f"data.train={assets}/train.jsonl", f"data.evaluate={assets}/heldout.jsonl",
+        f"data.prompts_per_step={args.prompts}", f"rollout.n={args.samples}", f"rollout.max_tokens={args.max_tokens}",
+        f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",
+        "evaluate.at_start=false", "evaluate.every=0", "checkpoint.every=0", f"steps={args.steps + WARM_UP}",
+        "rollout.kv_cache_gb=0.2",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in (ROOT / "ours" / "metrics.jsonl").read_text().splitlines()]
+    # Wall-clock from one step's report to the next: what TRL's callback measures too.
+    rows = [row for row in rows if "time/step" in row and row["step"] >= WARM_UP]
+    tokens = [row["throughput/response_tokens_per_second"] * row["time/step"] for row in rows]
+    seconds = [b["timestamp"] - a["timestamp"] for a, b in itertools.pairwise(rows)]
+    return [t / s for t, s in zip(tokens[1:], seconds, strict=True)][:-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    assets = ROOT / f"assets_{args.hidden}x{args.layers}"
+    parameters = make_model(assets, args.hidden, args.layers)
+    found: dict[str, list[float]] = {"TRL, 1 thread": [], "TRL, 2 threads": [], "HybridFlow": []}
+    for _ in range(args.rounds):
+        found["TRL, 1 thread"] += run_trl(args, assets, 1)
+        found["HybridFlow"] += run_ours(args, assets)
+        found["TRL, 2 threads"] += run_trl(args, assets, 2)
+    print(
+        f"{parameters / 1e6:.2f} M parameters, {args.prompts} x {args.samples} samples, up to {args.max_tokens} tokens"
+    )
+    median = {name: statistics.median(values) for name, values in found.items()}
+    for name, value in median.items():
+        print(f"  {name:<15} {value:8.0f} response tokens/s in whole steps (median of {len(found[name])} steps)")
+    best = max(value for name, value in median.items() if name.startswith("TRL"))
+    print(f"  HybridFlow / TRL's better setting: {median['HybridFlow'] / best:.2f}")
+
+
+if __name__ == "__main__":
+    main()
