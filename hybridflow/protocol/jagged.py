@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from hybridflow.errors import DataError
 
 
 def is_jagged(column: object) -> bool:
     """Whether a column is a nested tensor with ``layout=torch.jagged``."""
-    return isinstance(column, torch.Tensor) and column.is_nested and column.layout == torch.jagged
+    # By class: reading `layout` of a nested tensor goes through torch's dispatch, and every row operation asks this.
+    return isinstance(column, NestedTensor)
 
 
 def make_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -38,9 +40,9 @@ def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A view where the column is packed or a window of packed values; a copy where it has holes (explicit lengths).
     """
-    # torch.Tensor declares neither offsets() nor lengths(); the nested subclass has them.
-    nested: Any = column
-    values, offsets, lengths = nested.values(), nested.offsets().long(), nested.lengths()
+    assert isinstance(column, NestedTensor)
+    # The attributes behind values(), offsets() and lengths(), which are the same but for 0.1 ms of dispatch each.
+    values, offsets, lengths = column._values, column._offsets.long(), column._lengths
     if lengths is not None:
         return gather(values, offsets[:-1], lengths.long())
     start, stop = int(offsets[0]), int(offsets[-1])

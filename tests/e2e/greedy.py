@@ -19,7 +19,7 @@ def main(config: GRPOConfig) -> None:
             run.finish_step(run.actor.update(batch), batch)
         held_out = run.source.held_out()[: config.evaluate.size]
         answers = run.rollout.generate(held_out, sampling=config.evaluate.sampling, tag="evaluate")
-        answers.save(run.tracker.run_dir / "greedy")
+        answers.save_to_disk(run.tracker.run_dir / "greedy")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""A user's reward file: scores random text so that it gives a signal, and fails on some answers."""
+"""A user's reward file: scores random text so that it gives a signal, and fails on some answers in three ways."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
-UNREADABLE = "this answer cannot be read"
+REASONS = {0: "ValueError: this answer cannot be read", 1: "returned nan", 2: "returned 2 values for 1 answer"}
+"""What the run says of an answer, by :func:`kind` of the answer; other kinds have a reward."""
 
 
-def is_readable(answer: str) -> bool:
-    """False for about every fifth random answer."""
-    return sum(map(ord, answer)) % 5 != 0
+def kind(answer: str) -> int:
+    """0 to 9, evenly spread over random answers."""
+    return sum(map(ord, answer)) % 10
 
 
 def expected(answer: str) -> float:
@@ -21,9 +23,12 @@ def expected(answer: str) -> float:
 def score(
     prompts: Sequence[object], responses: Sequence[str], ground_truth: Sequence[str], seconds: float = 0.0
 ) -> list[float]:
-    """:func:`expected` of each answer, after ``seconds``; raises for one that is not readable."""
+    """:func:`expected` of each answer, after ``seconds``; wrong for the kinds 0, 1 and 2."""
     time.sleep(seconds)
-    for answer in responses:
-        if not is_readable(answer):
-            raise ValueError(UNREADABLE)
-    return [expected(answer) for answer in responses]
+    rewards = [expected(answer) for answer in responses]
+    kinds = [kind(answer) for answer in responses]
+    if 0 in kinds:
+        raise ValueError("this answer cannot be read")
+    if 1 in kinds:
+        return [math.nan]
+    return rewards * 2 if 2 in kinds else rewards

@@ -1,0 +1,170 @@
+"""The runs that the tests of this folder look at: each is made once, and several claims are tested on it.
+
+A driver takes most of its time to import vLLM and to start Ray, so there are as few runs as the claims allow:
+
+    sft (2 devices) -> grpo (2 devices, with reference)     what every example leaves behind
+    straight (1 device, 4 steps)                            what the runs below have to come to, bit by bit
+    interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
+    killed -> recovered                                     a device process killed in step 2, then resume
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.drivers import GRPO, SFT, Driver, Ended, survivors
+
+HERE = Path(__file__).parent
+REWARD = HERE / "reward.py"
+LONG_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run of a driver that has ended, and the processes of it that were left behind."""
+
+    run_dir: Path
+    ended: Ended
+    left: list[str]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data of the demo; the training data ends in prompts over every limit used here."""
+    from hybridflow.data.demo import write_demo
+
+    folder = tmp_path_factory.mktemp("e2e")
+    write_demo(folder)
+    row = {"messages": [{"role": "user", "content": "9" * 100}], "ground_truth": "9", "data_source": "additions"}
+    with (folder / "train.jsonl").open("a") as file:
+        file.write((json.dumps(row) + "\n") * LONG_ROWS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def overrides(folder: Path) -> list[str]:
+    """A run of seconds on one device, in which every step trains and saves."""
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.evaluate={folder / 'heldout.jsonl'}",
+        f"runs_dir={folder / 'runs'}",
+        "data.long_prompts=filter",
+        "data.prompts_per_step=4",
+        "rollout.max_tokens=6",
+        "evaluate.size=16",
+        "pools.train.devices=[1]",
+        "actor.optimizer.schedule=constant",
+        "actor.optimizer.lr=1e-3",
+        "checkpoint.every=1",
+        "checkpoint.keep=0",
+    ]
+
+
+@pytest.fixture(scope="session")
+def four_steps(overrides: list[str]) -> list[str]:
+    """GRPO with a reward file that fails on some answers and gives a signal on the rest."""
+    return [*overrides, "steps=4", "rollout.n=4", f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
+
+
+@pytest.fixture(scope="session")
+def start(folder: Path) -> Callable[..., Driver]:
+    """Start a driver; the last of equal overrides wins."""
+    started = 0
+
+    def start(script: Path, overrides: list[str], *more: str) -> Driver:
+        nonlocal started
+        started += 1
+        return Driver(script, [*overrides, *more], folder / "printed" / str(started))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def finished(start: Callable[..., Driver]) -> Callable[..., Finished]:
+    """Run a driver to its end."""
+
+    def finished(script: Path, overrides: list[str], *more: str) -> Finished:
+        driver = start(script, overrides, *more)
+        ended = driver.wait()
+        assert ended.code == 0, f"{ended.out}\n{ended.err}"
+        return Finished(driver.run_dir, ended, [])
+
+    return finished
+
+
+@pytest.fixture(scope="session")
+def sft(finished: Callable[..., Finished], overrides: list[str]) -> Finished:
+    return finished(SFT, overrides, "name=sft", "steps=2", "pools.train.devices=[2]", "evaluate.every=2")
+
+
+@pytest.fixture(scope="session")
+def grpo(finished: Callable[..., Finished], overrides: list[str], sft: Finished) -> Finished:
+    """Goes on from the model of the supervised run, with a KL to the reference."""
+    given = [f"model.path={sft.run_dir / 'model'}", "placement=colocate_reference", "actor.loss.kl_coef=0.1"]
+    reward = [f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
+    more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
+    return finished(GRPO, overrides, *given, *reward, *more)
+
+
+@pytest.fixture(scope="session")
+def straight(finished: Callable[..., Finished], four_steps: list[str]) -> Finished:
+    return finished(GRPO, four_steps, "name=straight")
+
+
+@pytest.fixture(scope="session")
+def interrupted(start: Callable[..., Driver], four_steps: list[str]) -> Finished:
+    """Ctrl-C while step 2 is scored, which takes more than a second."""
+    driver = start(GRPO, four_steps, "name=interrupted", "reward.options={seconds: 0.1}")
+    driver.wait_for_step(1)
+    processes = driver.descendants()
+    driver.interrupt()
+    ended = driver.wait(timeout=60)
+    return Finished(driver.run_dir, ended, survivors(processes))
+
+
+@pytest.fixture(scope="session")
+def continued(finished: Callable[..., Finished], four_steps: list[str], interrupted: Finished) -> Finished:
+    return finished(HERE / "greedy.py", four_steps, "name=interrupted", "checkpoint.resume=auto")
+
+
+@dataclass(frozen=True)
+class Killed(Finished):
+    """A run of which one device process was killed, and the seconds it took to end after that."""
+
+    pid: int
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def killed(start: Callable[..., Driver], four_steps: list[str]) -> Killed:
+    """SIGKILL for a device process while step 2 is scored."""
+    import time
+
+    driver = start(GRPO, four_steps, "name=killed", "reward.options={seconds: 0.1}")
+    driver.wait_for_step(1)
+    processes = driver.descendants()
+    victim = device_process(processes)
+    started = time.monotonic()
+    victim.kill()
+    ended = driver.wait(timeout=60)
+    seconds = time.monotonic() - started
+    return Killed(driver.run_dir, ended, survivors(processes), victim.pid, seconds)
+
+
+@pytest.fixture(scope="session")
+def recovered(finished: Callable[..., Finished], four_steps: list[str], killed: Killed) -> Finished:
+    return finished(GRPO, four_steps, "name=killed", "checkpoint.resume=auto")
+
+
+def device_process(processes: list[psutil.Process]) -> psutil.Process:
+    """The process with the engines; the reward's is a device process too, but a small one."""
+    named = [process for process in processes if process.cmdline()[:1] and "ray::DeviceProcess" in process.cmdline()[0]]
+    assert len(named) == 2, [process.cmdline() for process in processes]
+    return max(named, key=lambda process: process.memory_info().rss)

@@ -1,0 +1,96 @@
+"""A run that is interrupted or killed goes on as if nothing had happened, and its model folder is what it says it is."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.checkpoint import verify
+from hybridflow.protocol.data import DataProto
+from tests.e2e.conftest import Finished, Killed
+from tests.e2e.drivers import metrics_of, rows_of
+
+pytestmark = pytest.mark.e2e
+
+# What a resumed step has to repeat to the last bit: everything but clocks and the sync of the start.
+REPEATED = ("actor/", "reward/mean", "reward/failed", "reward/solved", "response/", "rollout_vs_trainer/", "evaluate/")
+
+
+def repeated(run: Finished) -> dict[int, dict[str, float]]:
+    rows = metrics_of(run.run_dir)
+    return {
+        step: {name: value for name, value in row.items() if name.startswith(REPEATED)} for step, row in rows.items()
+    }
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(interrupted: Finished) -> None:
+    saved = interrupted.run_dir / "checkpoints" / "step_000002"
+    assert interrupted.ended.code == 0
+    assert interrupted.ended.err == ""
+    assert "Finishing this step, then saving. Press Ctrl-C again to stop at once." in interrupted.ended.out
+    assert (
+        f"Interrupted after step 2 of 4; the checkpoint is {saved}. Go on with the same command and "
+        "checkpoint.resume=auto." in interrupted.ended.out
+    )
+    assert interrupted.left == []
+    assert verify(saved).step == 2
+
+
+@pytest.mark.parametrize(("run", "resumed_at"), [("continued", 2), ("recovered", 1)])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(
+    run: str, resumed_at: int, straight: Finished, request: pytest.FixtureRequest
+) -> None:
+    resumed: Finished = request.getfixturevalue(run)
+    assert f"step_{resumed_at:06d}: step {resumed_at} is done" in resumed.ended.out
+    assert list(repeated(resumed)) == [0, 1, 2, 3, 4]
+    assert repeated(resumed) == repeated(straight)
+    assert all(repeated(straight)[step]["actor/grad_norm"] > 0 for step in (1, 2, 3, 4))
+    assert rows_of(resumed.run_dir / "rollouts.jsonl") == rows_of(straight.run_dir / "rollouts.jsonl")
+    for step in range(resumed_at, 5):
+        ours, theirs = (r.run_dir / "checkpoints" / f"step_{step:06d}" for r in (resumed, straight))
+        names = [name for name in files_of(theirs) if name != "manifest.json"]
+        assert [*names, "manifest.json"] == sorted([*files_of(ours)], key=lambda name: name == "manifest.json")
+        assert filecmp.cmpfiles(ours, theirs, names, shallow=False) == (names, [], [])
+
+
+def test_a_killed_process_ends_the_run_and_is_named(killed: Killed) -> None:
+    assert killed.ended.code == 1
+    assert killed.seconds < 30
+    assert "Traceback" not in killed.ended.err
+    assert f"failed on rank 0 in step 2: the process is gone (pid {killed.pid} on node " in killed.ended.err
+    assert killed.ended.err.startswith("error: actor.")
+    assert killed.left == []
+    assert verify(killed.run_dir / "checkpoints" / "step_000001").step == 1
+
+
+def test_the_model_folder_says_what_the_engine_said_after_its_last_sync(continued: Finished) -> None:
+    from transformers import AutoModelForCausalLM
+
+    answers = DataProto.load_from_disk(continued.run_dir / "greedy")
+    model = AutoModelForCausalLM.from_pretrained(continued.run_dir / "model", dtype=torch.float32).eval()
+    prompts, responses, log_probs = (
+        answers.flat(key).split(answers.lengths(key).tolist()) for key in ("prompts", "responses", "rollout_log_probs")
+    )
+    assert answers["weight_version"].tolist() == [4] * 16
+    for prompt, response, found in zip(prompts, responses, log_probs, strict=True):
+        with torch.no_grad():
+            said = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=6)
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        assert said[0, len(prompt) :].tolist() == response.tolist()
+        wanted = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_the_trained_model_is_not_the_one_it_started_from(continued: Finished, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    trained, first = (load_file(at / "model.safetensors") for at in (continued.run_dir / "model", folder / "model"))
+    assert trained.keys() == first.keys()
+    assert all(not torch.equal(trained[name], first[name]) for name in first if "norm" not in name)
