@@ -95,6 +95,8 @@ class Run:
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
         found = mean_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
         found |= {f"actor/{name}": value for name, value in metrics.items()}
+        if metrics.get("update_skipped"):
+            self.tracker.say(f"warning: step {self.step}: an update was skipped, its gradient norm is not finite.")
         if "rollout_log_probs" in batch:
             with self.timer("sync_weights"):
                 found |= self.sync_weights()
@@ -109,8 +111,8 @@ class Run:
     def sync_weights(self) -> dict[str, float]:
         """Give the rollout the actor's weights, stamped with the number of finished steps.
 
-        Does nothing where the rollout has them already. Returns ``sync/bytes`` and ``sync/seconds``, the sum and the
-        longest over devices.
+        Does nothing where the rollout has them already. Returns ``sync/bytes`` (the sum over devices), ``sync/seconds``
+        (the longest), and ``memory/<kind>_gb``, the fullest device process in GiB.
         """
         if not self.rollout or self._synced == self.step:
             return {}
@@ -119,6 +121,11 @@ class Run:
         return {
             "sync/bytes": sum(report["bytes"] for report in reports),
             "sync/seconds": max(report["seconds"] for report in reports),
+            **{
+                f"{name}_gb": max(report[name] for report in reports) / 2**30
+                for name in reports[0]
+                if name.startswith("memory/")
+            },
         }
 
     def evaluate(self) -> dict[str, float]:

@@ -118,7 +118,8 @@ class RolloutWorker(Worker):
         """Take the weights of the actor in this process, and call them ``version``.
 
         Returns:
-            ``bytes`` copied and ``seconds``.
+            ``bytes`` copied, ``seconds``, and the memory of this process in bytes as ``memory/<kind>`` (see
+            :meth:`hybridflow.platform.Platform.memory`).
         """
         started = time.perf_counter()
         if "actor" not in self.context.peers:
@@ -132,7 +133,9 @@ class RolloutWorker(Worker):
         with torch.no_grad():
             copied = copy_local(self._plan, actor.parameters(), self.engine.parameters())
         self.engine.weights_changed(version)
-        return {"bytes": float(copied), "seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        memory = {f"memory/{kind}": float(used) for kind, used in self.context.platform.memory().items()}
+        return {"bytes": float(copied), "seconds": seconds, **memory}
 
 
 def _columns(completions: list[Completion]) -> DataProto:

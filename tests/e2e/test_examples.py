@@ -102,7 +102,9 @@ def test_a_run_draws_its_plot(run: Finished) -> None:
 
 def test_the_console_shows_the_placement_the_steps_and_the_summary(run: Finished) -> None:
     out, name = run.ended.out, run.run_dir.name
-    assert out.startswith("pool   devices     role       layout\n" if name == "grpo" else "pool   devices     role     layout\n")
+    assert out.startswith(
+        "pool   devices     role       layout\n" if name == "grpo" else "pool   devices     role     layout\n"
+    )
     assert re.search(r"^train  \[2\] device  actor +tp1 pp1 cp1 dp2$", out, re.M)
     assert re.search(r"^cpu    \[1\] cpu     reward +tp1 pp1 cp1 dp1$", out, re.M)
     assert [line.split("  ")[0] for line in out.splitlines() if re.match(r"step \d+/2", line)] == [
