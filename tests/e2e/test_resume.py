@@ -1,4 +1,4 @@
-"""A run that is interrupted or killed goes on as if nothing had happened, and its model folder is what it says it is."""
+"""A run that is interrupted or killed goes on as if nothing had happened; its model folder says what the engine said."""
 
 from __future__ import annotations
 
