@@ -6,19 +6,22 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     straight (1 device, 4 steps)                            what the runs below have to come to, bit by bit
     interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
     killed -> recovered                                     a device process killed in step 2, then resume
+
+Runs that do not need each other share the machine: sft and straight, continued and recovered.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.drivers import GRPO, SFT, Driver, Ended, survivors
+from tests.e2e.drivers import GRPO, SFT, Driver, Ended, survivors, value_of
 
 HERE = Path(__file__).parent
 REWARD = HERE / "reward.py"
@@ -74,48 +77,49 @@ def four_steps(overrides: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def start(folder: Path) -> Callable[..., Driver]:
-    """Start a driver; the last of equal overrides wins."""
-    started = 0
+def start(folder: Path) -> Iterator[Callable[..., Driver]]:
+    """Start a driver; the last of equal overrides wins. None outlives the session."""
+    started: list[Driver] = []
 
     def start(script: Path, overrides: list[str], *more: str) -> Driver:
-        nonlocal started
-        started += 1
-        return Driver(script, [*overrides, *more], folder / "printed" / str(started))
+        printed = folder / "printed" / value_of([*overrides, *more], "name") / str(len(started))
+        started.append(Driver(script, [*overrides, *more], printed))
+        return started[-1]
 
-    return start
+    yield start
+    for driver in started:
+        driver.stop()
 
 
-@pytest.fixture(scope="session")
-def finished(start: Callable[..., Driver]) -> Callable[..., Finished]:
-    """Run a driver to its end."""
-
-    def finished(script: Path, overrides: list[str], *more: str) -> Finished:
-        driver = start(script, overrides, *more)
-        ended = driver.wait()
-        assert ended.code == 0, f"{ended.out}\n{ended.err}"
-        return Finished(driver.run_dir, ended, [])
-
-    return finished
+def to_its_end(driver: Driver) -> Finished:
+    """The run of a driver that has to succeed."""
+    ended = driver.wait()
+    assert ended.code == 0, f"{ended.out}\n{ended.err}"
+    return Finished(driver.run_dir, ended, [])
 
 
 @pytest.fixture(scope="session")
-def sft(finished: Callable[..., Finished], overrides: list[str]) -> Finished:
-    return finished(SFT, overrides, "name=sft", "steps=2", "pools.train.devices=[2]", "evaluate.every=2")
+def straight_driver(start: Callable[..., Driver], four_steps: list[str]) -> Driver:
+    return start(GRPO, four_steps, "name=straight")
 
 
 @pytest.fixture(scope="session")
-def grpo(finished: Callable[..., Finished], overrides: list[str], sft: Finished) -> Finished:
+def sft(start: Callable[..., Driver], overrides: list[str], straight_driver: Driver) -> Finished:
+    return to_its_end(start(SFT, overrides, "name=sft", "steps=2", "pools.train.devices=[2]", "evaluate.every=2"))
+
+
+@pytest.fixture(scope="session")
+def grpo(start: Callable[..., Driver], overrides: list[str], sft: Finished) -> Finished:
     """Goes on from the model of the supervised run, with a KL to the reference."""
     given = [f"model.path={sft.run_dir / 'model'}", "placement=colocate_reference", "actor.loss.kl_coef=0.1"]
     reward = [f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
     more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
-    return finished(GRPO, overrides, *given, *reward, *more)
+    return to_its_end(start(GRPO, overrides, *given, *reward, *more))
 
 
 @pytest.fixture(scope="session")
-def straight(finished: Callable[..., Finished], four_steps: list[str]) -> Finished:
-    return finished(GRPO, four_steps, "name=straight")
+def straight(straight_driver: Driver) -> Finished:
+    return to_its_end(straight_driver)
 
 
 @pytest.fixture(scope="session")
@@ -129,11 +133,6 @@ def interrupted(start: Callable[..., Driver], four_steps: list[str]) -> Finished
     return Finished(driver.run_dir, ended, survivors(processes))
 
 
-@pytest.fixture(scope="session")
-def continued(finished: Callable[..., Finished], four_steps: list[str], interrupted: Finished) -> Finished:
-    return finished(HERE / "greedy.py", four_steps, "name=interrupted", "checkpoint.resume=auto")
-
-
 @dataclass(frozen=True)
 class Killed(Finished):
     """A run of which one device process was killed, and the seconds it took to end after that."""
@@ -145,8 +144,6 @@ class Killed(Finished):
 @pytest.fixture(scope="session")
 def killed(start: Callable[..., Driver], four_steps: list[str]) -> Killed:
     """SIGKILL for a device process while step 2 is scored."""
-    import time
-
     driver = start(GRPO, four_steps, "name=killed", "reward.options={seconds: 0.1}")
     driver.wait_for_step(1)
     processes = driver.descendants()
@@ -159,8 +156,21 @@ def killed(start: Callable[..., Driver], four_steps: list[str]) -> Killed:
 
 
 @pytest.fixture(scope="session")
-def recovered(finished: Callable[..., Finished], four_steps: list[str], killed: Killed) -> Finished:
-    return finished(GRPO, four_steps, "name=killed", "checkpoint.resume=auto")
+def resumed(
+    start: Callable[..., Driver], four_steps: list[str], interrupted: Finished, killed: Killed
+) -> dict[str, Finished]:
+    """Both go on at once: the interrupted run by a driver of the user's own, the killed one by its example."""
+    auto = [*four_steps, "checkpoint.resume=auto"]
+    drivers = {
+        "continued": start(HERE / "greedy.py", auto, "name=interrupted"),
+        "recovered": start(GRPO, auto, "name=killed"),
+    }
+    return {name: to_its_end(driver) for name, driver in drivers.items()}
+
+
+@pytest.fixture(scope="session")
+def continued(resumed: dict[str, Finished]) -> Finished:
+    return resumed["continued"]
 
 
 def device_process(processes: list[psutil.Process]) -> psutil.Process:

@@ -91,6 +91,15 @@ class Driver:
         """Every process below the driver: Ray's own, device processes and what those have started."""
         return psutil.Process(self._process.pid).children(recursive=True)
 
+    def stop(self) -> None:
+        """Kill the driver and everything below it; nothing where it has ended."""
+        if self._ended():
+            return
+        for process in [*self.descendants(), psutil.Process(self._process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._until(self._ended, 10, "it is killed")
+
     def _ended(self) -> bool:
         if self._process.returncode is None:
             pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
@@ -102,10 +111,7 @@ class Driver:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for process in [*self.descendants(), psutil.Process(self._process.pid)]:
-                        with contextlib.suppress(psutil.NoSuchProcess):
-                            process.kill()
+                self.stop()
                 raise AssertionError(f"not within {timeout:.0f} s: {what}\n{self._tail()}")
             time.sleep(0.05)
 

@@ -14,7 +14,8 @@ from tests.e2e import reward
 from tests.e2e.conftest import LONG_ROWS, Finished
 from tests.e2e.drivers import metrics_of, rows_of
 
-pytestmark = pytest.mark.e2e
+# A test that comes first for a run waits for it, and for the runs before it.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TRAINING = {"actor/loss", "actor/grad_norm", "actor/lr", "time/update_actor", "time/save", "time/other", "time/step"}
 SAMPLING = {

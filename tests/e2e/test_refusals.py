@@ -14,7 +14,8 @@ import pytest
 from hybridflow.checkpoint import verify
 from tests.e2e.drivers import GRPO, SFT, Driver, Ended
 
-pytestmark = pytest.mark.e2e
+# A test that comes first for a run waits for it, and for the runs before it.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # Name: driver, overrides ("{}" is the folder of `inputs`), exit code, parts of the message.
 CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {

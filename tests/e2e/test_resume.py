@@ -1,9 +1,11 @@
-"""A run that is interrupted or killed goes on as if nothing had happened; its model folder says what the engine said."""
+"""An interrupted or killed run goes on as if nothing had happened; its model folder says what the engine said."""
 
 from __future__ import annotations
 
 import filecmp
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from hybridflow.protocol.data import DataProto
 from tests.e2e.conftest import Finished, Killed
 from tests.e2e.drivers import metrics_of, rows_of
 
-pytestmark = pytest.mark.e2e
+# A test that comes first for a run waits for it, and for the runs before it.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # What a resumed step has to repeat to the last bit: everything but clocks and the sync of the start.
 REPEATED = ("actor/", "reward/mean", "reward/failed", "reward/solved", "response/", "rollout_vs_trainer/", "evaluate/")
@@ -43,20 +46,20 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(interrupted: Fi
     assert verify(saved).step == 2
 
 
-@pytest.mark.parametrize(("run", "resumed_at"), [("continued", 2), ("recovered", 1)])
+@pytest.mark.parametrize(("name", "resumed_at"), [("continued", 2), ("recovered", 1)])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(
-    run: str, resumed_at: int, straight: Finished, request: pytest.FixtureRequest
+    name: str, resumed_at: int, straight: Finished, resumed: dict[str, Finished]
 ) -> None:
-    resumed: Finished = request.getfixturevalue(run)
-    assert f"step_{resumed_at:06d}: step {resumed_at} is done" in resumed.ended.out
-    assert list(repeated(resumed)) == [0, 1, 2, 3, 4]
-    assert repeated(resumed) == repeated(straight)
+    run = resumed[name]
+    assert f"step_{resumed_at:06d}: step {resumed_at} is done" in run.ended.out
+    assert list(repeated(run)) == [0, 1, 2, 3, 4]
+    assert repeated(run) == repeated(straight)
     assert all(repeated(straight)[step]["actor/grad_norm"] > 0 for step in (1, 2, 3, 4))
-    assert rows_of(resumed.run_dir / "rollouts.jsonl") == rows_of(straight.run_dir / "rollouts.jsonl")
+    assert rows_of(run.run_dir / "rollouts.jsonl") == rows_of(straight.run_dir / "rollouts.jsonl")
     for step in range(resumed_at, 5):
-        ours, theirs = (r.run_dir / "checkpoints" / f"step_{step:06d}" for r in (resumed, straight))
+        ours, theirs = (r.run_dir / "checkpoints" / f"step_{step:06d}" for r in (run, straight))
         names = [name for name in files_of(theirs) if name != "manifest.json"]
-        assert [*names, "manifest.json"] == sorted([*files_of(ours)], key=lambda name: name == "manifest.json")
+        assert files_of(ours) == files_of(theirs)
         assert filecmp.cmpfiles(ours, theirs, names, shallow=False) == (names, [], [])
 
 
@@ -64,8 +67,11 @@ def test_a_killed_process_ends_the_run_and_is_named(killed: Killed) -> None:
     assert killed.ended.code == 1
     assert killed.seconds < 30
     assert "Traceback" not in killed.ended.err
-    assert f"failed on rank 0 in step 2: the process is gone (pid {killed.pid} on node " in killed.ended.err
-    assert killed.ended.err.startswith("error: actor.")
+    # Which method it is depends on how far step 2 has come.
+    named = (
+        rf"error: (rollout|actor)\.[a-z_]+ failed on rank 0 in step 2: the process is gone \(pid {killed.pid} on node "
+    )
+    assert re.match(named, killed.ended.err)
     assert killed.left == []
     assert verify(killed.run_dir / "checkpoints" / "step_000001").step == 1
 
@@ -74,7 +80,7 @@ def test_the_model_folder_says_what_the_engine_said_after_its_last_sync(continue
     from transformers import AutoModelForCausalLM
 
     answers = DataProto.load_from_disk(continued.run_dir / "greedy")
-    model = AutoModelForCausalLM.from_pretrained(continued.run_dir / "model", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(continued.run_dir / "model", dtype=torch.float32).eval()
     prompts, responses, log_probs = (
         answers.flat(key).split(answers.lengths(key).tolist()) for key in ("prompts", "responses", "rollout_log_probs")
     )
