@@ -1,6 +1,6 @@
 """GRPO (DeepSeekMath, 2024): sample a group of answers to each prompt, and prefer the ones better than their group.
 
-    python examples/grpo.py model=smollm2 data=word_problems
+    python examples/grpo.py model=smollm2 data=arithmetic
     python examples/grpo.py pools.train.devices=[1] actor.optimizer.lr=1e-6
 
 The loop below is the whole algorithm; every call on a role runs on all of that role's devices.

@@ -67,9 +67,16 @@ class WorkerDiedError(WorkerError):
     """The device process that hosts a role is gone (killed, out of memory, node lost)."""
 
 
+MOST_NAMES = 40
+"""A message lists all known names up to this many."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say what the user may have meant: ``" Did you mean 'lr'? Known: lr, betas."``."""
+    """Say what the user may have meant: ``" Did you mean 'lr'? Known: lr, betas."``; of many names, the closest few."""
     names = sorted(str(k) for k in known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
+    if len(names) > MOST_NAMES:
+        shown = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
+        return f"{hint} Closest of {len(names)}: {', '.join(shown)}."
     return f"{hint} Known: {', '.join(names) or '(none)'}."

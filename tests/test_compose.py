@@ -42,7 +42,7 @@ def test_sft_defaults() -> None:
 
 
 def test_a_model_brings_its_own_batch_and_learning_rate() -> None:
-    config = load("model=smollm2", "data=word_problems")
+    config = load("model=smollm2", "data=arithmetic")
     assert config.name == "grpo-smollm2"
     assert (config.data.prompts_per_step, config.rollout.n, config.rollout.max_tokens) == (4, 4, 48)
     assert config.rollout.max_prompt_tokens == 192

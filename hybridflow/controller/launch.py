@@ -44,7 +44,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
     source = kind(config.data, tokenizer, config.rollout, config.seed)
     print(source.describe())
     if config.roles.get("reward") is not None:
-        load_function(config.reward.function)
+        load_function(config.reward.function, config.reward.options)
     store = CheckpointStore(plan.run_dir / "checkpoints", config.checkpoint.keep)
     resumed = resume_from(config.checkpoint.resume, store)
 
