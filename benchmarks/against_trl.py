@@ -1,9 +1,9 @@
 """GRPO steps of HybridFlow and of TRL's GRPOTrainer in turn: same model, prompts, shape, precision and cores.
 
-    python benchmarks/against_trl.py                     # 0.43 M parameters
-    python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M parameters
+    python benchmarks/against_trl.py                     # 0.46 M parameters
+    python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M
 
-TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers). TRL may use both
+TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers). It may use both
 cores in one process (its better setting of 1 and 2 threads is taken); HybridFlow runs one device process a core.
 Responses run to ``--max-tokens`` unless the random model happens to draw its end id, which is the same chance in both.
 """

@@ -171,10 +171,11 @@ def resume_from(resume: str, store: CheckpointStore, contents: bool = True) -> t
             ``auto`` where there are checkpoints but all are damaged.
     """
     if resume == "never":
-        present = store.checkpoints()
+        # By name, not by manifest: also a damaged checkpoint is one that a new run must not start over.
+        present = sorted(path.name for path in store.root.glob(f"{_PREFIX}*"))
         if present:
             raise CheckpointError(
-                f"checkpoint.resume='never', but {store.root} already has a checkpoint of step {present[-1][0]}. "
+                f"checkpoint.resume='never', but {store.root} already has a checkpoint, {present[-1]}. "
                 "Set checkpoint.resume=auto to continue that run, or give this one another name."
             )
         return None

@@ -17,6 +17,7 @@ from hybridflow.checks import check
 from hybridflow.compose import CommandLine, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError
 from hybridflow.report import conclude, read_metrics
+from hybridflow.rewards.functions import load_function
 from hybridflow.settings import SCHEMAS
 
 
@@ -56,8 +57,12 @@ def _check(arguments: Sequence[str]) -> None:
     if line.show:
         return print(OmegaConf.to_yaml(composed, resolve=True), end="")
     schema = SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
-    print(check(typed(composed, schema, line.config_name)).placement_table())
-    print("every setting is fine; nothing was started.")
+    config = typed(composed, schema, line.config_name)
+    plan = check(config)
+    if config.roles.get("reward") is not None:
+        load_function(config.reward.function, config.reward.options)
+    print(plan.placement_table())
+    print("every setting is fine; nothing was started. Rows of data are read at the start of a run.")
 
 
 if __name__ == "__main__":

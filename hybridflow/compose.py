@@ -251,7 +251,7 @@ def help_text(description: str, line: CommandLine, schema: type[RunConfig]) -> s
 
 
 class exit_on_error:
-    """Context that ends the process with a message instead of a traceback for HybridFlow's own errors."""
+    """Context that ends the process with a message instead of a traceback: for HybridFlow's own errors, and Ctrl-C."""
 
     def __enter__(self) -> None:
         return None
@@ -261,6 +261,9 @@ class exit_on_error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             print(f"error: {error}{notes}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+        if isinstance(error, KeyboardInterrupt):
+            print("Interrupted.", file=sys.stderr)
+            raise SystemExit(130) from None
 
 
 def _parsed(text: str) -> Override:

@@ -179,7 +179,7 @@ def test_never_refuses_a_run_that_has_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     assert resume_from("never", store) is None
     write(store, 7)
-    with pytest.raises(CheckpointError, match=r"already has a checkpoint of step 7\. Set checkpoint\.resume=auto"):
+    with pytest.raises(CheckpointError, match=r"already has a checkpoint, step_000007\. Set checkpoint\.resume=auto"):
         resume_from("never", store)
 
 
@@ -210,3 +210,12 @@ def test_the_manifest_is_readable_json(tmp_path: Path) -> None:
     manifest = json.loads((write(CheckpointStore(tmp_path), 1) / MANIFEST).read_text())
     assert manifest["step"] == 1
     assert manifest["files"]["actor/model.bin"][0] == len("weights")
+
+
+def test_never_also_refuses_to_start_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with store.writing(2) as folder:
+        (folder / "weights").write_text("1")
+    (store.folder(2) / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="already has a checkpoint, step_000002"):
+        resume_from("never", store)

@@ -342,7 +342,10 @@ def test_supervised_batches_have_one_answer_a_prompt(refused: Callable[..., str]
             ["steps=5", "actor.optimizer.warmup_steps=5"],
             "actor.optimizer.warmup_steps=5 is no less than the run's 5 updates (steps * updates a step = 5 * 1)",
         ),
-        (["actor.optimizer.decay_steps=5"], "actor.optimizer.schedule='constant' ignores actor.optimizer.decay_steps"),
+        (
+            ["actor.optimizer={schedule: constant, decay_steps: 5}"],
+            "actor.optimizer.schedule='constant' ignores actor.optimizer.decay_steps",
+        ),
         (["data.evaluate=''", "data.evaluate_share=0"], "nothing is held out, so the run is not evaluated."),
     ],
 )
@@ -439,7 +442,7 @@ def test_a_run_that_has_a_checkpoint_is_not_started_anew(refused, checked, tmp_p
     with store.writing(4) as unfinished:
         (unfinished / "x").write_text("x")
     here = f"runs_dir={tmp_path}"
-    assert "already has a checkpoint of step 4. Set checkpoint.resume=auto" in refused(here)
+    assert "already has a checkpoint, step_000004. Set checkpoint.resume=auto" in refused(here)
     checked(here, "checkpoint.resume=auto")
     checked(here, f"checkpoint.resume={store.folder(4)}")
     (store.folder(4) / "manifest.json").unlink()

@@ -36,8 +36,8 @@ def test_sft_defaults() -> None:
     assert (config.name, config.actor.loss.name, config.rollout.n) == ("sft-tiny", "sft", 1)
     assert (config.data.prompts_per_step, config.actor.optimizer.lr, config.actor.optimizer.warmup_steps) == (
         64,
-        2e-3,
-        10,
+        4e-3,
+        20,
     )
 
 
@@ -45,7 +45,7 @@ def test_a_model_brings_its_own_batch_and_learning_rate() -> None:
     config = load("model=smollm2", "data=arithmetic")
     assert config.name == "grpo-smollm2"
     assert (config.data.prompts_per_step, config.rollout.n, config.rollout.max_tokens) == (4, 4, 48)
-    assert config.rollout.max_prompt_tokens == 192
+    assert config.rollout.max_prompt_tokens == 64
     assert 1e-6 <= config.actor.optimizer.lr <= 5e-6
 
 

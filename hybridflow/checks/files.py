@@ -181,4 +181,4 @@ def _how_to_make(path: str) -> str:
     """The command that makes an asset which the shipped configs name."""
     if path.startswith("runs/demo/assets/"):
         return " Make it with: python -m hybridflow.data.demo --out runs/demo/assets"
-    return " Make it with: make model-smollm2" if path.startswith("models/SmolLM2") else ""
+    return " Make it with: make model-smollm2" if path.startswith("models/smollm2") else ""

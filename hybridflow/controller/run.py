@@ -23,6 +23,7 @@ from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole
 from hybridflow.data.prompts import PromptSource
+from hybridflow.errors import CheckpointError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import mean_metrics
 from hybridflow.timing import Timer
@@ -161,7 +162,7 @@ class Run:
         """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
         with self.store.writing(self.step) as folder:
             self.actor.save(str(folder.absolute()))
-            self.store.write_json(folder / "run.json", {"step": self.step})
+            self.store.write_json(folder / "run.json", {"step": self.step, "order": self._order()})
         self._saved = self.step
         saved = self.store.folder(self.step)
         link = self.tracker.run_dir / "model"
@@ -173,8 +174,17 @@ class Run:
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint: weights, optimizer, schedule, the number of the step and with it the data."""
+        saved = self.store.read_json(folder / "run.json")
+        for setting, value in self._order().items():
+            before = saved["order"].get(setting)
+            if before != value:
+                raise CheckpointError(
+                    f"{setting}={value!r}, but {folder} was written with {before!r}: its step {saved['step']} is at "
+                    f"another place of the data. Resume with the old value, or start a new run with "
+                    f"model.path={folder / 'model'}."
+                )
         self.actor.load(str(folder.absolute()))
-        self._begin(int(self.store.read_json(folder / "run.json")["step"]))
+        self._begin(int(saved["step"]))
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
 
@@ -191,6 +201,16 @@ class Run:
                 group.step = step
         self._timer.flush()
 
+    def _order(self) -> dict[str, Any]:
+        """What the order of the data depends on."""
+        data = self.config.data
+        return {
+            "seed": self.config.seed,
+            "data.train": data.train,
+            "data.prompts_per_step": data.prompts_per_step,
+            "data.shuffle": data.shuffle,
+        }
+
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
@@ -204,7 +224,9 @@ class Run:
                 self.tracker.log(self.step, found)
         if self._saved != self.step and self.step > 0:
             self.save()
-        if interrupted:
+        if interrupted and self.step == 0:
+            self.tracker.say("Interrupted before the first step; nothing was saved.")
+        elif interrupted:
             self.tracker.say(
                 f"Interrupted after step {self.step} of {self.config.steps}; the checkpoint is "
                 f"{self.store.folder(self.step)}. Go on with the same command and checkpoint.resume=auto."

@@ -54,7 +54,7 @@ def _byte_letters() -> list[str]:
 
 
 def write_model(folder: str | Path, seed: int = 0, hidden: int = 128, layers: int = 2) -> None:
-    """Write a Qwen3 folder (config, safetensors, tokenizer) with random weights; about 0.43 M parameters by default.
+    """Write a Qwen3 folder (config, safetensors, tokenizer) with random weights; about 0.46 M parameters by default.
 
     Args:
         folder: where to write it.
@@ -85,6 +85,10 @@ def write_model(folder: str | Path, seed: int = 0, hidden: int = 128, layers: in
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
+        # transformers leaves this row at zero, where RMSNorm's gradient is 1 / sqrt(eps): one sampled pad token would
+        # then drown every other gradient.
+        with torch.no_grad():
+            model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config.eos_token_id = ids["<|end|>"]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -107,22 +107,30 @@ def _file_records(path: Path) -> Iterator[tuple[Any, str]]:
         )
 
 
+def _utf8(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file first.") from None
+
+
 def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            line = _utf8(raw, where)
             if not line.strip():
                 continue
-            where = f"{path}, line {number}"
             try:
                 yield json.loads(line), where
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise DataError(f"{where}: not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
 
 
 def _json_array(path: Path) -> Iterator[tuple[Any, str]]:
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        records = json.loads(_utf8(path.read_bytes(), str(path)))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}). Rename it to .jsonl if it holds one object a line.") from None
     if not isinstance(records, list):
         raise DataError(f"{path}: holds a JSON {type(records).__name__}; a .json file is a list of rows.")

@@ -11,7 +11,6 @@ rows. Row operations work on values and offsets at once, never row by row, and k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor

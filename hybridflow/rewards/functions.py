@@ -85,7 +85,7 @@ def load_function(path: str, options: Mapping[str, Any] | None = None) -> Reward
 def _load_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise RewardError(
                 f"reward.function={path!r}: there is no module {error.name!r}. Install it, put its folder on "
@@ -108,7 +108,7 @@ def _load_file(where: str, path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise RewardError(f"reward.function={path!r}: importing {file} failed: {describe_error(error)}") from error
     return module

@@ -1,8 +1,8 @@
 """The policy in training: log-probabilities, updates, checkpoints.
 
 Where it stands: its engine's weights are what the rollout receives at each sync. The weight version is its count of
-training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches,
-padding or the number of data-parallel ranks.
+training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches
+or padding.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class ActorWorker(PolicyWorker):
     @register(Protocol.THREE_D, uneven="refuse")
     def update(self, batch: DataProto) -> dict[str, float]:
         """Train on the batch: ``epochs`` passes, one optimizer update a mini-batch.
+
+        Each data-parallel rank cuts its own part of the batch, so with several mini-batches which rows share an update
+        depends on the number of ranks.
 
         Args:
             batch: ``prompts``, ``responses``, ``response_mask``; for the loss ``ppo`` also ``log_probs`` (the old ones)

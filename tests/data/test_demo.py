@@ -34,3 +34,11 @@ def test_every_sum_stands_in_one_of_the_two_files(demo: Path):
         a, b = row["messages"][0]["content"].rstrip("=").split("+")
         assert int(row["ground_truth"]) == int(a) + int(b)
     assert additions(seed=1)[1] != additions(seed=0)[1]
+
+
+def test_the_pad_row_is_not_zero(demo: Path) -> None:
+    """At a zero row RMSNorm's gradient is 1 / sqrt(eps): one sampled pad token would drown every other gradient."""
+    from safetensors.torch import load_file
+
+    rows = load_file(demo / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert rows.norm(dim=1).min() > 0.5 * rows.norm(dim=1).mean()

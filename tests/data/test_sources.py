@@ -159,3 +159,13 @@ def test_an_unknown_task_or_setting_names_the_nearest_one():
     assert "Did you mean 'max_value'?" in refusal("reasoning_gym:gcd", options={"max_valu": 3})
     assert "reasoning_gym:gcd refuses" in refusal("reasoning_gym:gcd", options={"min_numbers": 0})
     assert "names no task" in refusal("reasoning_gym:")
+
+
+def test_bytes_that_are_not_utf8_and_endless_nesting_are_named_with_their_line(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "1+1=", "ground_truth": "2"}\n\xff\xfe\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not UTF-8"):
+        read(path)
+    path.write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' + "[" * 100_000)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: not JSON"):
+        read(path)

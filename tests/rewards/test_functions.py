@@ -73,3 +73,10 @@ def test_lists_of_every_kind_are_read(values: object):
 
 def test_numpy_says_solved_too():
     assert outcome_of([{"score": 0.2, "solved": np.bool_(True)}]).solved is True
+
+
+def test_a_file_that_leaves_the_process_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(RewardError, match=r"leaves\.py failed"):
+        load_function(f"{path}:f")
