@@ -125,6 +125,10 @@ def build_pools(configs: Mapping[str, PoolConfig]) -> dict[str, ResourcePool]:
     }
 
 
+_SETTLE = 3.0
+"""Seconds for the other ranks of a failed call to answer too before the pool counts as stuck in it."""
+
+
 @dataclass
 class Failure:
     """A call that failed, and the answers it still waits for.
@@ -142,10 +146,10 @@ class Failure:
     pending: dict[Any, int]
 
     def refresh(self) -> None:
-        """Take note of ranks that have answered since."""
+        """Take note of ranks that have answered since; those on their way get a moment."""
         if not self.pending:
             return
-        ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=0)
+        ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=_SETTLE)
         for ref in ready:
             rank = self.pending.pop(ref)
             try:
