@@ -90,9 +90,9 @@ def test_every_group_of_the_configs_is_tested() -> None:
 def test_the_plan_of_the_demo(checked: Callable[..., Plan], folder: Path) -> None:
     plan = checked("actor.mini_batch_size=64", "actor.micro_batch_size=10", "actor.epochs=2")
     assert plan.run_dir == folder / "runs" / "grpo-tiny"
-    assert (plan.rows, plan.rows_per_update, plan.updates) == (16 * 8, 64, 2 * 128 // 64)
+    assert (plan.rows, plan.rows_per_update, plan.updates) == (32 * 8, 64, 2 * 256 // 64)
     assert plan.micro_batches == math.ceil(64 / 2 / 10)
-    assert plan.max_tokens == 128 * (32 + 8)
+    assert plan.max_tokens == 256 * (32 + 8)
     assert {role: str(layout) for role, layout in plan.layouts.items()} == {
         "actor": "tp1 pp1 cp1 dp2",
         "rollout": "tp1 pp1 cp1 dp2",
@@ -110,7 +110,7 @@ def test_the_placement_table(checked: Callable[..., Plan]) -> None:
         "cpu    [1] cpu     reward   tp1 pp1 cp1 dp1",
     ]
     assert lines[6] == (
-        "a step: 128 rows, at most 5120 tokens; 1 update(s) of 128 rows; micro-batches an update and device: 1"
+        "a step: 256 rows, at most 10240 tokens; 1 update(s) of 256 rows; micro-batches an update and device: 1"
     )
 
 
@@ -301,8 +301,8 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
         ),
         (
             ["actor.mini_batch_size=48"],
-            "actor.mini_batch_size=48 does not divide data.prompts_per_step * rollout.n = 16 * 8 = 128 rows. "
-            "Set it to one of 2, 4, 8, 16, 32, 64, 128, or to 0 for the whole batch.",
+            "actor.mini_batch_size=48 does not divide data.prompts_per_step * rollout.n = 32 * 8 = 256 rows. "
+            "Set it to one of 2, 4, 8, 16, 32, 64, 128, 256, or to 0 for the whole batch.",
         ),
         (
             ["data.prompts_per_step=2", "rollout.n=3", "actor.mini_batch_size=3"],
@@ -314,7 +314,7 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
             "actor.micro_batch_tokens=39 is less than one row may have: rollout.max_prompt_tokens + rollout.max_tokens "
             "= 32 + 8 = 40. Raise it to at least 40, or set it to 0 to cut by actor.micro_batch_size.",
         ),
-        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr=1.0 is above actor.optimizer.lr=0.0003. Lower it."),
+        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr=1.0 is above actor.optimizer.lr=0.0004. Lower it."),
         (
             ["actor.optimizer={schedule: cosine, warmup_steps: 20, decay_steps: 10}"],
             "actor.optimizer.decay_steps=10 ends the decay before the warm-up of actor.optimizer.warmup_steps=20 does.",
