@@ -65,7 +65,7 @@ def overrides(folder: Path) -> list[str]:
         "pools.train.devices=[1]",
         "actor.optimizer.schedule=constant",
         "actor.optimizer.lr=1e-3",
-        "actor.optimizer.warmup_steps=0",
+        "actor.optimizer.warmup_steps=10",
         "checkpoint.every=1",
         "checkpoint.keep=0",
     ]
