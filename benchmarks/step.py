@@ -68,7 +68,7 @@ def main() -> None:
     parts: dict[str, list[float]] = {"generate": [], "log_probs": [], "update": []}
     with hybridflow.launch(config) as run:
         assert isinstance(run.actor, WorkerGroup)
-        bare = WorkerGroup(run.actor.pool, "bare", "benchmarks.bare:BareWorker", run.actor.layout, config)
+        bare = WorkerGroup(run.actor.pool, "bare", "bare:BareWorker", run.actor.layout, config)
         bare.setup()
         steps = run.steps()
         while True:

@@ -1,8 +1,9 @@
 """Processes that score answers, each answer with a deadline, none able to hurt another.
 
 Where it stands: under :class:`hybridflow.rewards.scorer.Scorer`. Each lane is one thread with one process
-(:mod:`hybridflow.rewards.process`): it hands over an answer, waits for the reply until the deadline, and replaces a
-process that hung or died. Invariant: one outcome per row, in order, whatever a reward function does.
+(:mod:`hybridflow.rewards.process`): it hands over a few answers, waits for each reply until that answer's deadline, and
+replaces a process that hung or died. Invariant: one outcome per row, in order, whatever a reward function does; what
+one answer does to its process costs no other answer its outcome.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,6 +28,10 @@ from hybridflow.rewards.functions import Outcome, failure
 
 START_TIMEOUT = 180.0
 """Seconds a process may take to import the reward function."""
+
+HAND_OVER = 0.01
+"""Seconds of work that a lane hands over at once: many quick answers (a message each would cost more than they do), one
+slow one (so that no other waits behind it while another lane is idle)."""
 
 Row = Mapping[str, Any]
 
@@ -117,31 +123,62 @@ class _Lane(threading.Thread):
             self._first_start.put(self._start())
         except Exception as error:
             self._first_start.put(f"a scoring process did not start: {type(error).__name__}: {error}")
-        while (task := self._tasks.get()) is not None:
-            try:
-                outcome = self._score(task.row)
-            except Exception as error:
-                self._end()
-                outcome = failure(f"{type(error).__name__}: {error}")
-            task.finish(outcome)
+        more, count = True, 1
+        while more:
+            tasks, more = self._take(count)
+            start = time.monotonic()
+            self._score(tasks)
+            per_answer = (time.monotonic() - start) / max(1, len(tasks))
+            count = max(1, min(2 * count, int(HAND_OVER / max(per_answer, 1e-6))))
         self._end(grace=0.5)
 
-    def _score(self, row: Row) -> Outcome:
-        try:
-            question = pickle.dumps(dict(row), protocol=5)
-        except Exception as error:
-            return failure(f"the answer's columns cannot be sent: {type(error).__name__}: {error}")
-        error_at_start = self._start() if self._pipe is None else None
-        if error_at_start or self._pipe is None:
-            return failure(error_at_start or "the scoring process did not start")
-        try:
-            self._pipe.send_bytes(question)
-            if not self._pipe.poll(self._timeout):
+    def _take(self, count: int) -> tuple[list[_Task], bool]:
+        """Wait for a task, take up to ``count`` that are there, and say whether to come back for more."""
+        tasks: list[_Task] = []
+        with contextlib.suppress(queue.Empty):
+            while len(tasks) < count:
+                task = self._tasks.get(block=not tasks)
+                if task is None:
+                    return tasks, False
+                tasks.append(task)
+        return tasks, True
+
+    def _score(self, tasks: Sequence[_Task]) -> None:
+        """Finish every task. Where the process is lost over one, the ones behind it go to the next process."""
+        waiting: deque[tuple[_Task, bytes]] = deque()
+        for task in tasks:
+            try:
+                waiting.append((task, pickle.dumps(dict(task.row), protocol=5)))
+            except Exception as error:
+                task.finish(failure(f"the answer's columns cannot be sent: {type(error).__name__}: {error}"))
+        while waiting:
+            try:
+                error = self._start() if self._pipe is None else None
+                if error is None:
+                    self._exchange(waiting)
+            except Exception as exception:
                 self._end()
-                return failure(f"timeout after {self._timeout:g} s")
-            return self._pipe.recv()
+                error = f"{type(exception).__name__}: {exception}"
+            if error is not None:
+                waiting.popleft()[0].finish(failure(error))
+
+    def _exchange(self, waiting: deque[tuple[_Task, bytes]]) -> None:
+        """Hand over all that wait and take replies, until none waits or the process is lost over the first of them."""
+        assert self._pipe is not None
+        lost: str | None = None
+        try:
+            self._pipe.send([question for _, question in waiting])
+            while waiting and lost is None:
+                if self._pipe.poll(self._timeout):
+                    outcome = self._pipe.recv()
+                    waiting.popleft()[0].finish(outcome)
+                else:
+                    self._end()
+                    lost = f"timeout after {self._timeout:g} s"
         except (EOFError, OSError):
-            return failure(f"the scoring process died ({self._end(grace=1)})")
+            lost = f"the scoring process died ({self._end(grace=1)})"
+        if lost is not None:
+            waiting.popleft()[0].finish(failure(lost))
 
     def _start(self) -> str | None:
         """Start a process and wait until it has the function; what went wrong, or None."""

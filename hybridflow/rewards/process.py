@@ -1,4 +1,4 @@
-"""A scoring process: imports the reward function once, then answers one question at a time.
+"""A scoring process: imports the reward function once, then answers questions, one at a time.
 
 Where it stands: at the far end of a pipe from :mod:`hybridflow.rewards.pool`, which starts it as a program of its own
 (no fork, no re-import of the caller's main module), kills it when an answer takes too long and starts another. The
@@ -44,15 +44,16 @@ def main(descriptor: int, parent: int) -> None:
     pipe.send(None)
     while True:
         try:
-            question = pipe.recv_bytes()
+            questions: list[bytes] = pipe.recv()
         except (EOFError, OSError):
             return
-        try:
-            row: dict[str, Any] = pickle.loads(question)
-        except Exception as error:
-            pipe.send(failure(f"the answer's columns cannot be read: {describe_error(error)}"))
-            continue
-        pipe.send(score_one(function, row, options))
+        for question in questions:
+            try:
+                row: dict[str, Any] = pickle.loads(question)
+            except Exception as error:
+                pipe.send(failure(f"the answer's columns cannot be read: {describe_error(error)}"))
+                continue
+            pipe.send(score_one(function, row, options))
         sys.stdout.flush()
 
 

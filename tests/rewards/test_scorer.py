@@ -60,6 +60,19 @@ def test_a_failing_answer_has_no_reward_and_a_reason_and_the_others_are_scored()
         assert reason and reason.startswith(wanted)
 
 
+def test_answers_handed_over_together_fail_alone_and_keep_their_order():
+    alone = scorer(processes=1)
+    # Quick answers make the lane hand over many at once.
+    assert score(alone, ["right"] * 200).rewards == [1.0] * 200
+    responses = ["right", "wrong"] * 20 + ["crash", "right", "sleep", "wrong", "segfault"] + ["right", "wrong"] * 20
+    scores = score(alone, responses)
+    alone.close()
+    wanted = [1.0, 0.0] * 20 + [None, 1.0, None, 0.0, None] + [1.0, 0.0] * 20
+    assert [None if math.isnan(reward) else reward for reward in scores.rewards] == wanted
+    reasons = [error for error in scores.errors if error]
+    assert reasons == [FAILING["crash"], FAILING["sleep"], FAILING["segfault"]]
+
+
 def test_too_many_failures_are_an_error_with_counts_and_the_first_reason():
     half = scorer(max_failed=0.5)
     assert score(half, ["raise", "right"]).rewards[1] == 1.0
