@@ -452,4 +452,7 @@ def test_a_run_that_has_a_checkpoint_is_not_started_anew(refused, checked, tmp_p
 def test_checking_a_plan_starts_nothing_and_writes_nothing(checked: Callable[..., Plan], folder: Path) -> None:
     plan = checked()
     assert not plan.run_dir.exists()
-    assert json.dumps(dataclasses.asdict(plan.layouts["actor"])) == '{"tp": 1, "pp": 1, "cp": 1, "dp": 2}'
+    assert (
+        json.dumps(dataclasses.asdict(plan.layouts["actor"]))
+        == '{"tp": 1, "pp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 1, "vpp": 1}'
+    )
