@@ -314,7 +314,7 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
             "actor.micro_batch_tokens=39 is less than one row may have: rollout.max_prompt_tokens + rollout.max_tokens "
             "= 32 + 8 = 40. Raise it to at least 40, or set it to 0 to cut by actor.micro_batch_size.",
         ),
-        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr=1.0 is above actor.optimizer.lr=0.0004. Lower it."),
+        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr=1.0 is above actor.optimizer.lr=0.0006. Lower it."),
         (
             ["actor.optimizer={schedule: cosine, warmup_steps: 20, decay_steps: 10}"],
             "actor.optimizer.decay_steps=10 ends the decay before the warm-up of actor.optimizer.warmup_steps=20 does.",

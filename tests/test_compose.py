@@ -24,7 +24,7 @@ def test_grpo_defaults_are_a_tiny_model_on_two_devices_without_a_reference() -> 
     assert type(config) is GRPOConfig
     assert (config.name, config.model.path) == ("grpo-tiny", "runs/demo/assets/model")
     assert (config.data.prompts_per_step, config.rollout.n, config.rollout.max_tokens) == (32, 8, 8)
-    assert config.actor.optimizer.lr == 4e-4
+    assert config.actor.optimizer.lr == 6e-4
     assert config.pools["train"].devices == [2]
     assert config.pools["cpu"].kind == "cpu"
     assert config.roles["actor"] == RoleConfig("train", LayoutConfig())
