@@ -287,7 +287,7 @@ class TrackingConfig(Settings):
         project: name of the project (wandb) or experiment (mlflow).
         rollouts_every: steps between dumps of samples to ``rollouts.jsonl``; 0 never.
         mismatch_limit: largest |rollout - trainer| log-probability that passes without a warning; 0 sets 1e-3 for
-            float32 and 0.5 for bfloat16.
+            float32 and 1.0 for bfloat16, whose own rounding moves single log-probabilities by half that.
     """
 
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -6,8 +6,9 @@ trackers.
     <run>/rollouts.jsonl   one JSON object a sample
 
 Where it stands: the last call of a step. Invariants: a step has exactly one row in ``metrics.jsonl``, in the order of
-the steps; after a resume no row of a step that is to come is left in any file. JSON has no NaN: a value that is not
-finite is ``null`` in its row, and the row's ``not_finite`` names it.
+the steps; after a resume no row of a step that is to come is left in any file. Samples are written while the next step
+runs, one batch at a time, and are in the file before the next batch's or the end of the run. JSON has no NaN: a value
+that is not finite is ``null`` in its row, and the row's ``not_finite`` names it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +54,7 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 )
 """Console fields after the step: label, metric, format. A line shows those that a step has, ``MAX_FIELDS`` in all."""
 
-_MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 0.5}
+_MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 1.0}
 _NOT_METRICS = ("step", "timestamp", "not_finite")
 
 
@@ -79,6 +81,8 @@ class Tracker:
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None
         self._tokenizer: Any = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._written: Future[None] | None = None
         self.say(f"run folder: {self.run_dir} (configuration: {self.run_dir / 'config.yaml'})")
 
     def __enter__(self) -> Tracker:
@@ -111,7 +115,15 @@ class Tracker:
             self.log_rollouts(step, batch, tag)
 
     def log_rollouts(self, step: int, batch: DataProto, tag: str = "train") -> None:
-        """Write each row of a batch to ``rollouts.jsonl``; columns that the batch lacks are left out."""
+        """Write each row of a batch to ``rollouts.jsonl``, in the background; columns it lacks are left out.
+
+        Raises:
+            OSError, DataError: what went wrong with the batch before this one.
+        """
+        self._finish_writing()
+        self._written = self._writer.submit(self._write_rollouts, step, batch, tag)
+
+    def _write_rollouts(self, step: int, batch: DataProto, tag: str) -> None:
         if self._tokenizer is None:
             from hybridflow.models.tokenizer import load_tokenizer
 
@@ -120,6 +132,11 @@ class Tracker:
             self._rollouts.append({"step": step, "tag": tag, **row})
         self._rollouts.flush()
 
+    def _finish_writing(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
     def say(self, text: str) -> None:
         """Print above the progress bar."""
         self.console.print(text, markup=False, soft_wrap=True)
@@ -127,6 +144,7 @@ class Tracker:
     def finish(self) -> None:
         """Stop the bar, draw the plot and print the summary of the run."""
         self._stop_bar()
+        self._finish_writing()
         for line in report.conclude(self.run_dir):
             self.say(line)
 
@@ -137,7 +155,9 @@ class Tracker:
         for sink in sinks:
             sink.close()
         self._metrics.close()
+        self._writer.shutdown()
         self._rollouts.close()
+        self._finish_writing()
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         total = self.config.steps

@@ -215,6 +215,19 @@ def test_samples_are_kept_by_schedule(every: int, steps: list[int], tmp_path: Pa
     assert [row["step"] for row in run.rows("rollouts.jsonl")[::2]] == steps
 
 
+@pytest.mark.parametrize("where", ["the next step", "the end"])
+def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, "steps=2")
+    unreadable = batch()
+    unreadable.non_tensor_batch["ground_truth"][0] = {"sum": math.inf}  # JSON has no infinity
+    tracker = run.tracker()
+    tracker.log(1, {"reward/mean": 1}, unreadable)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        tracker.log(2, {}, batch()) if where == "the next step" else tracker.finish()
+    tracker.close()
+    assert [row["step"] for row in run.rows()] == ([1, 2] if where == "the next step" else [1])
+
+
 def test_a_console_line_has_at_most_ten_fields() -> None:
     from hybridflow.tracking import FIELDS
 
