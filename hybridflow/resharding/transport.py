@@ -1,22 +1,162 @@
-"""Carrying out a plan. ``copy_local`` serves a source and a target in the same process.
+"""Carrying out a plan: inside a process, between the ranks of one world, and between two worlds.
 
-Invariant: nothing but the planned slices is written, no full tensor is assembled, and the bytes written are counted.
+One function serves all three and every backend: :func:`reshard` copies what a rank holds itself and exchanges the rest
+in rounds through ``group``, one ``all_to_all_single`` a round, which gloo and NCCL both offer on ordinary groups and on
+groups that :func:`join_worlds` makes. Point-to-point operations would need an order that avoids deadlock on NCCL.
+
+Invariants: nothing but the planned slices is written, no full tensor is assembled, a rank never stages more than the
+bucket its plan was made for, and all bytes are counted. Nothing may read the targets, or write the sources, meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from hybridflow.errors import ModelError
-from hybridflow.resharding.plan import Copy
+from hybridflow.resharding.plan import Copy, Groups, RankPlan
+
+Tensors = Mapping[str, torch.Tensor]
+
+JOIN_TIMEOUT = timedelta(hours=1)
+"""As long as a device process waits for its peers in a collective."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank moved in one transition, in bytes.
+
+    Attributes:
+        sent, received: to and from other ranks, as they travel (in the targets' dtype).
+        copied: written to targets from this rank's own sources.
+        shared: of targets that use their source's memory.
+        staged: largest extra memory at any time: the buffers of an exchange.
+        rounds: exchanges.
+    """
+
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    shared: int = 0
+    staged: int = 0
+    rounds: int = 0
 
 
 @torch.no_grad()
-def copy_local(
-    plan: Iterable[Copy], source_params: Mapping[str, torch.Tensor], target_params: Mapping[str, torch.Tensor]
-) -> int:
+def reshard(
+    plan: RankPlan,
+    sources: Tensors,
+    targets: Tensors,
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    share: bool = False,
+) -> Traffic:
+    """Fill this rank's targets, and send others what they need from here. Collective over the plan's group.
+
+    Args:
+        plan: this rank's part.
+        sources, targets: parameters by name; empty where this rank has no such side. With ``share`` the targets are the
+            engine's own parameters, whose ``data`` is replaced.
+        dtype: of all targets, on every rank of the group; sources of another dtype are cast before they travel.
+        group: the plan's ranks in its order; not needed where the plan has no rounds.
+        share: let targets that coincide with a source in elements, dtype and device use its memory. Later writes into
+            the source are then seen at once, so nothing may generate while the source is updated. Checked at each call,
+            because a trainer may move its parameters.
+
+    Raises:
+        ModelError: a parameter is missing, smaller than its table said, or a target of another dtype.
+    """
+    names: set[str] = set()
+    if share:
+        names = {name for name, same in plan.coinciding.items() if _share(sources[same], targets[name])}
+    copied = copy_local((copy for copy in plan.copies if copy.target_name not in names), sources, targets)
+    shared = sum(_num_bytes(targets[name]) for name in names)
+    if not plan.rounds:
+        return Traffic(copied=copied, shared=shared)
+    if group is None or group.size() != len(plan.group):
+        raise ModelError(
+            f"rank {plan.rank} exchanges slices with ranks {list(plan.group)}, but was given "
+            f"{'no process group' if group is None else f'a process group of {group.size()}'}. Pass the group of these."
+        )
+    # All are looked up before the first travels: an error half-way would leave the other ranks waiting.
+    sends = [
+        [(peer, [_view(sources, "source", c.source_name, c.source_slices) for c in copies]) for peer, copies in r.sends]
+        for r in plan.rounds
+    ]
+    receives = [
+        [(peer, [_landing(targets, c, dtype) for c in copies]) for peer, copies in r.receives] for r in plan.rounds
+    ]
+    sent, received, staged = _exchange(sends, receives, plan.group, dtype, group)
+    return Traffic(sent, received, copied, shared, staged, len(plan.rounds))
+
+
+# One side of a round: the slices that go to, or come from, each peer.
+_Side = list[tuple[int, list[torch.Tensor]]]
+
+
+def _exchange(
+    sends: list[_Side], receives: list[_Side], ranks: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[int, int, int]:
+    """Pack, exchange and unpack round by round; returns bytes sent, received, and of the two buffers."""
+    some = next(slices[0] for side in (*sends, *receives) for _, slices in side)
+    outgoing, incoming = (
+        torch.empty(max(map(_num_elements, rounds)), dtype=dtype, device=some.device) for rounds in (sends, receives)
+    )
+    for leaving, arriving in zip(sends, receives, strict=True):
+        for part, tensor in _parts(outgoing, leaving):
+            part.copy_(tensor)
+        dist.all_to_all_single(
+            incoming[: _num_elements(arriving)],
+            outgoing[: _num_elements(leaving)],
+            _splits(arriving, ranks),
+            _splits(leaving, ranks),
+            group=group,
+        )
+        for part, tensor in _parts(incoming, arriving):
+            tensor.copy_(part)
+    size = dtype.itemsize
+    return (
+        size * sum(map(_num_elements, sends)),
+        size * sum(map(_num_elements, receives)),
+        size * (outgoing.numel() + incoming.numel()),
+    )
+
+
+def _parts(buffer: torch.Tensor, side: _Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each slice with its place in the buffer, one after the other by peer."""
+    offset = 0
+    for _, tensors in side:
+        for tensor in tensors:
+            yield buffer[offset : offset + tensor.numel()].view(tensor.shape), tensor
+            offset += tensor.numel()
+
+
+def _num_elements(side: _Side) -> int:
+    return sum(tensor.numel() for _, tensors in side for tensor in tensors)
+
+
+def _splits(side: _Side, ranks: tuple[int, ...]) -> list[int]:
+    """Elements for each rank of the group."""
+    sizes = {peer: sum(tensor.numel() for tensor in tensors) for peer, tensors in side}
+    return [sizes.get(rank, 0) for rank in ranks]
+
+
+def _share(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Let the target use the source's memory; False where dtype or device differ."""
+    if (source.dtype, source.device) != (target.dtype, target.device):
+        return False
+    if target.data_ptr() != source.data_ptr():
+        target.data = source.data
+    return True
+
+
+@torch.no_grad()
+def copy_local(plan: Iterable[Copy], source_params: Tensors, target_params: Tensors) -> int:
     """Copy every planned slice, casting to the target's dtype and device.
 
     Returns:
@@ -30,11 +170,23 @@ def copy_local(
         source = _view(source_params, "source", copy.source_name, copy.source_slices)
         target = _view(target_params, "target", copy.target_name, copy.target_slices)
         target.copy_(source)
-        written += target.numel() * target.element_size()
+        written += _num_bytes(target)
     return written
 
 
-def _view(parameters: Mapping[str, torch.Tensor], side: str, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _landing(targets: Tensors, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
+    """Where received elements go."""
+    view = _view(targets, "target", copy.target_name, copy.target_slices)
+    if view.dtype != dtype:
+        raise ModelError(f"{copy.target_name}: slices travel as {dtype}, the target parameter is {view.dtype}.")
+    return view
+
+
+def _view(parameters: Tensors, side: str, name: str, part: tuple[slice, ...]) -> torch.Tensor:
     """The slice of a parameter. Checked, because a tensor answers a slice past its end with a shorter one."""
     if name not in parameters:
         raise ModelError(f"{name}: planned as a {side}, but the {side} model has no such parameter.")
@@ -43,3 +195,41 @@ def _view(parameters: Mapping[str, torch.Tensor], side: str, name: str, part: tu
         wanted = [f"{s.start}:{s.stop}" for s in part]
         raise ModelError(f"{name}: the plan needs [{', '.join(wanted)}], the {side} parameter is {list(tensor.shape)}.")
     return tensor[part]
+
+
+def join_worlds(
+    store: dist.Store, rank: int, size: int, backend: str, device: torch.device, timeout: timedelta = JOIN_TIMEOUT
+) -> dist.ProcessGroup:
+    """A process group over processes of several torch.distributed worlds, such as a trainer's and a rollout's pool.
+
+    Collective over its members. It stands beside the worlds and changes neither: ``torch.distributed`` functions take
+    it as their ``group``, with ranks as numbered here.
+
+    Args:
+        store: one that all members reach, for instance a TCPStore that one of them serves, under a prefix of its own.
+        rank: of this process, 0 <= rank < size.
+        backend: ``gloo`` or ``nccl``.
+        device: of this process.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        member, kind = ProcessGroupNCCL(store, rank, size, options), dist.ProcessGroup.BackendType.NCCL
+    else:
+        member, kind = dist.ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, member)
+    return group
+
+
+def make_group(groups: Groups) -> dist.ProcessGroup | None:
+    """The process group of this rank's group in a partition of the world; None where it is alone.
+
+    Collective over the whole world.
+    """
+    if all(len(group) == 1 for group in groups):
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+    return mine
