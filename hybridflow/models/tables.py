@@ -10,6 +10,7 @@ Invariant: the tables of one replica's ranks cover every element of every Huggin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hybridflow.errors import ConfigError, ModelError
@@ -52,9 +53,12 @@ def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def padded_vocab_size(spec: ModelSpec, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the vocabulary up to a multiple of tp * multiple."""
-    step = tp * multiple
+def padded_vocab_size(spec: ModelSpec, tp: int = 1) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the vocabulary up to a multiple of tp and of 64.
+
+    64 is vLLM's own padding. With the same in training, a rank's rows in training lie inside those it generates with.
+    """
+    step = math.lcm(tp, VLLM_VOCAB_MULTIPLE)
     return -(-spec.vocab_size // step) * step
 
 
@@ -108,7 +112,7 @@ def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBox
     """
     check_vllm(spec, tp)
     build = _Builder(spec, tp, tp_rank)
-    padded_vocab = padded_vocab_size(spec, 1, VLLM_VOCAB_MULTIPLE)
+    padded_vocab = padded_vocab_size(spec)
     build.vocabulary(EMBEDDING, EMBEDDING, padded_vocab)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
@@ -151,7 +155,7 @@ def check_megatron(spec: ModelSpec, layout: ParallelLayout, padded_vocab: int) -
 
 def check_vllm(spec: ModelSpec, tp: int) -> None:
     """Refuse a rollout layout that does not divide the model (ConfigError), or a model vLLM lacks (ModelError)."""
-    padded_vocab = padded_vocab_size(spec, 1, VLLM_VOCAB_MULTIPLE)
+    padded_vocab = padded_vocab_size(spec)
     _check_divides(tp, "rollout tp", num_heads=spec.num_heads, ffn_size=spec.ffn_size, padded_vocab=padded_vocab)
     if tp < spec.num_kv_heads:
         _check_divides(tp, "rollout tp", num_kv_heads=spec.num_kv_heads)

@@ -3,8 +3,9 @@
 Tables (``models/tables``) are made of boxes, plans (``resharding/plan``) are intersections of them, and checkpoints
 (``models/hf_io``) are read and written along them. Hugging Face tensors are the coordinates all engines share.
 
-Invariant: a box maps elements one to one and in order, so its two sides have the same extents; the boxes of one
-parameter never overlap in it.
+Invariant: a box maps elements one to one and in order, so its two sides have the same extents, counted from the last
+dimension; a parameter may have leading dimensions more, of extent 1 in the box (one expert of a stack of experts). The
+boxes of one parameter never overlap in it.
 """
 
 from __future__ import annotations
@@ -99,11 +100,13 @@ def uncovered(region: Ranges, covers: Iterable[Ranges]) -> list[Ranges]:
 
 
 def translate(part: Ranges, origin: Ranges, to: Ranges) -> Ranges:
-    """Move a part of ``origin`` to where it lies in ``to``, a rectangle of the same extents."""
-    return tuple(
+    """Move a part of ``origin`` to where it lies in ``to``, of the same extents but for leading ones of 1."""
+    same = min(len(origin), len(to))
+    moved = (
         (start - begin + new, stop - begin + new)
-        for (start, stop), (begin, _), (new, _) in zip(part, origin, to, strict=True)
+        for (start, stop), (begin, _), (new, _) in zip(part[-same:], origin[-same:], to[-same:], strict=True)
     )
+    return (*to[:-same], *moved)
 
 
 def find(wanted: Box, holders: Iterable[tuple[Hashable, Box]]) -> tuple[list[Piece], list[Ranges]]:
@@ -149,14 +152,21 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
 def _join(a: Piece, b: Piece) -> Piece | None:
     if a.key != b.key or len(a.source) != len(b.source):
         return None
-    differ = [d for d in range(len(a.source)) if a.source[d] != b.source[d] or a.target[d] != b.target[d]]
-    if len(differ) != 1:
+    # Dimensions count from the last one: the two sides of a piece may differ in leading ones of extent 1.
+    dims = range(-max(len(a.source), len(a.target)), 0)
+    differ = [d for d in dims if _at(a.source, d) != _at(b.source, d) or _at(a.target, d) != _at(b.target, d)]
+    if len(differ) != 1 or -differ[0] > min(len(a.source), len(a.target)):
         return None
     dim = differ[0]
     if a.source[dim][1] != b.source[dim][0] or a.target[dim][1] != b.target[dim][0]:
         return None
 
     def joined(first: Ranges, second: Ranges) -> Ranges:
-        return (*first[:dim], (first[dim][0], second[dim][1]), *first[dim + 1 :])
+        at = len(first) + dim
+        return (*first[:at], (first[dim][0], second[dim][1]), *first[at + 1 :])
 
     return Piece(a.key, joined(a.source, b.source), joined(a.target, b.target))
+
+
+def _at(ranges: Ranges, dim: int) -> tuple[int, int] | None:
+    return ranges[dim] if -dim <= len(ranges) else None

@@ -20,14 +20,14 @@ from math import prod
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.resharding.boxes import Box, ParameterBoxes, Piece, Ranges, find, merge, num_elements, slices, uncovered
+from hybridflow.resharding.layout import Groups
 
 Table = Mapping[str, ParameterBoxes]
-Groups = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Copy:
-    """``target[target_name][target_slices] = source[source_name][source_slices]``; both sides have the same extents."""
+    """``target[target_name][target_slices] = source[source_name][source_slices]``; extents agree as in a box."""
 
     source_name: str
     source_slices: tuple[slice, ...]
@@ -140,10 +140,12 @@ def plan_transfers(
             for box in parameter.boxes:
                 slices_held = holders.get(box.tensor, {}).values()
                 chosen = [min(holds, key=lambda held: cost(held[0][0], receiver)) for holds in slices_held]
-                found, missing = find(box, sorted(chosen, key=lambda held: held[0][0] != receiver))
+                chosen.sort(key=lambda held: held[0][0] != receiver)
+                found, missing = find(box, chosen)
                 if missing:
                     raise ModelError(
-                        f"{parameter.name}: no source parameter holds {describe(box.tensor, missing[0])}"
+                        f"{parameter.name}{f' of rank {receiver}' if len(targets) > 1 else ''}: "
+                        f"no source parameter holds {describe(box.tensor, missing[0])}"
                         f"{f' and {len(missing) - 1} other parts' if len(missing) > 1 else ''}. "
                         "The source layout has to hold the whole of what the target layout needs."
                     )
@@ -254,7 +256,7 @@ def smallest_groups(partitions: Iterable[Groups], sources: Mapping[int, Table], 
     differently, or experts that are spread over more ranks than the rest, may not be.
     """
     known: dict[object, bool] = {}
-    groups: Groups = ()
+    groups: Groups = []
     for groups in partitions:
         for group in groups:
             # Replicas share their tables, so most groups are copies of one that was looked at.

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ModelError
-from hybridflow.resharding.plan import Copy, Groups, RankPlan
+from hybridflow.platform import Platform
+from hybridflow.resharding.layout import Groups
+from hybridflow.resharding.plan import Copy, RankPlan
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -73,7 +76,11 @@ def reshard(
     """
     names: set[str] = set()
     if share:
-        names = {name for name, same in plan.coinciding.items() if _share(sources[same], targets[name])}
+        names = {
+            name
+            for name, same in plan.coinciding.items()
+            if _share(_parameter(sources, "source", same), _parameter(targets, "target", name))
+        }
     copied = copy_local((copy for copy in plan.copies if copy.target_name not in names), sources, targets)
     shared = sum(_num_bytes(targets[name]) for name in names)
     if not plan.rounds:
@@ -91,7 +98,8 @@ def reshard(
     receives = [
         [(peer, [_landing(targets, c, dtype) for c in copies]) for peer, copies in r.receives] for r in plan.rounds
     ]
-    sent, received, staged = _exchange(sends, receives, plan.group, dtype, group)
+    device = next(chain(sources.values(), targets.values())).device
+    sent, received, staged = _exchange(sends, receives, plan.group, dtype, device, group)
     return Traffic(sent, received, copied, shared, staged, len(plan.rounds))
 
 
@@ -100,12 +108,16 @@ _Side = list[tuple[int, list[torch.Tensor]]]
 
 
 def _exchange(
-    sends: list[_Side], receives: list[_Side], ranks: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup
+    sends: list[_Side],
+    receives: list[_Side],
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
 ) -> tuple[int, int, int]:
     """Pack, exchange and unpack round by round; returns bytes sent, received, and of the two buffers."""
-    some = next(slices[0] for side in (*sends, *receives) for _, slices in side)
     outgoing, incoming = (
-        torch.empty(max(map(_num_elements, rounds)), dtype=dtype, device=some.device) for rounds in (sends, receives)
+        torch.empty(max(map(_num_elements, rounds)), dtype=dtype, device=device) for rounds in (sends, receives)
     )
     for leaving, arriving in zip(sends, receives, strict=True):
         for part, tensor in _parts(outgoing, leaving):
@@ -169,7 +181,7 @@ def copy_local(plan: Iterable[Copy], source_params: Tensors, target_params: Tens
     for copy in plan:
         source = _view(source_params, "source", copy.source_name, copy.source_slices)
         target = _view(target_params, "target", copy.target_name, copy.target_slices)
-        target.copy_(source)
+        target.copy_(source.view(target.shape))
         written += _num_bytes(target)
     return written
 
@@ -188,39 +200,41 @@ def _landing(targets: Tensors, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
 
 def _view(parameters: Tensors, side: str, name: str, part: tuple[slice, ...]) -> torch.Tensor:
     """The slice of a parameter. Checked, because a tensor answers a slice past its end with a shorter one."""
-    if name not in parameters:
-        raise ModelError(f"{name}: planned as a {side}, but the {side} model has no such parameter.")
-    tensor = parameters[name]
+    tensor = _parameter(parameters, side, name)
     if tensor.dim() != len(part) or any(s.stop > size for s, size in zip(part, tensor.shape, strict=True)):
         wanted = [f"{s.start}:{s.stop}" for s in part]
         raise ModelError(f"{name}: the plan needs [{', '.join(wanted)}], the {side} parameter is {list(tensor.shape)}.")
     return tensor[part]
 
 
-def join_worlds(
-    store: dist.Store, rank: int, size: int, backend: str, device: torch.device, timeout: timedelta = JOIN_TIMEOUT
-) -> dist.ProcessGroup:
+def _parameter(parameters: Tensors, side: str, name: str) -> torch.Tensor:
+    if name not in parameters:
+        raise ModelError(f"{name}: planned as a {side}, but the {side} model has no such parameter.")
+    return parameters[name]
+
+
+def join_worlds(store: dist.Store, rank: int, size: int, platform: Platform) -> dist.ProcessGroup:
     """A process group over processes of several torch.distributed worlds, such as a trainer's and a rollout's pool.
 
-    Collective over its members. It stands beside the worlds and changes neither: ``torch.distributed`` functions take
-    it as their ``group``, with ranks as numbered here.
+    Collective over its members. It stands beside the worlds and changes neither; collectives that name no rank of a
+    world, ``all_to_all_single`` among them, take it as their ``group``.
 
     Args:
-        store: one that all members reach, for instance a TCPStore that one of them serves, under a prefix of its own.
+        store: one that all members reach, with no keys of others: a TCPStore that one of them serves, or a PrefixStore
+            of it.
         rank: of this process, 0 <= rank < size.
-        backend: ``gloo`` or ``nccl``.
-        device: of this process.
+        platform: what all members compute on.
     """
     group = dist.ProcessGroup(store, rank, size)
-    if backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        member, kind = ProcessGroupNCCL(store, rank, size, options), dist.ProcessGroup.BackendType.NCCL
+    if platform.is_cuda:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = JOIN_TIMEOUT
+        kind, member = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)
     else:
-        member, kind = dist.ProcessGroupGloo(store, rank, size, timeout), dist.ProcessGroup.BackendType.GLOO
+        kind, member = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, JOIN_TIMEOUT)
+    member._set_sequence_number_for_group()
     group._set_default_backend(kind)
-    group._register_backend(device, kind, member)
+    group._register_backend(platform.device(), kind, member)
     return group
 
 
@@ -231,5 +245,5 @@ def make_group(groups: Groups) -> dist.ProcessGroup | None:
     """
     if all(len(group) == 1 for group in groups):
         return None
-    mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+    mine, _ = dist.new_subgroups_by_enumeration(groups)
     return mine

@@ -65,7 +65,7 @@ def padded(weight: torch.Tensor, rows: int) -> torch.Tensor:
 
 def megatron_shard(hf: Tensors, spec: ModelSpec, tp: int, pp: int, tp_rank: int, pp_rank: int) -> Tensors:
     """One rank's parameters by megatron-core's names."""
-    vocab = -(-spec.vocab_size // tp) * tp
+    vocab = -(-spec.vocab_size // 64) * 64  # enough for a tp that divides 64
     groups, per_group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
     shard: Tensors = {}
 

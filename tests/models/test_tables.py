@@ -117,8 +117,8 @@ def test_neighbouring_rows_are_one_box():
 
 def test_a_vocabulary_is_padded_to_a_multiple():
     spec = make_spec(vocab_size=61)
-    assert [padded_vocab_size(spec, tp) for tp in (1, 2, 4)] == [61, 62, 64]
-    assert padded_vocab_size(spec, 4, multiple=32) == 128
+    assert [padded_vocab_size(spec, tp) for tp in (1, 2, 4, 6)] == [64, 64, 64, 192]
+    assert padded_vocab_size(make_spec(vocab_size=65), 4) == 128
     # Two ranks of 64 rows: the second holds nothing of the 61.
     layout = ParallelLayout(tp=2)
     table = megatron_table(spec, layout, layout.coordinates(1), 128)["embedding.word_embeddings.weight"]

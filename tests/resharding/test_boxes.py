@@ -110,3 +110,22 @@ def test_merging_joins_neighbours_of_one_key_that_are_neighbours_on_both_sides()
 def test_slices_index_a_tensor():
     grid = torch.arange(20).view(SHAPE)
     assert torch.equal(grid[slices(((1, 3), (0, 2)))], torch.tensor([[4, 5], [8, 9]]))
+
+
+def test_one_expert_of_a_stack_is_found_and_merged_like_a_matrix():
+    """A parameter [experts, rows, columns] made of one tensor [rows, columns] an expert."""
+    stacked = Box("expert 3", ((0, 4), (0, 2)), ((1, 2), (0, 4), (0, 2)))
+    matrix = Box("expert 3", ((2, 6), (0, 2)), ((0, 4), (0, 2)))
+    assert find(stacked, [("m", matrix)]) == (
+        [Piece("m", ((0, 2), (0, 2)), ((1, 2), (2, 4), (0, 2)))],
+        [((0, 2), (0, 2))],
+    )
+    assert find(matrix, [("s", stacked)]) == (
+        [Piece("s", ((1, 2), (2, 4), (0, 2)), ((0, 2), (0, 2)))],
+        [((4, 6), (0, 2))],
+    )
+    assert translate(((1, 2), (1, 3), (0, 2)), stacked.target, stacked.source) == ((1, 3), (0, 2))
+    gate = Piece("m", ((0, 4), (0, 2)), ((1, 2), (0, 4), (0, 2)))
+    up = Piece("m", ((4, 8), (0, 2)), ((1, 2), (4, 8), (0, 2)))
+    next_expert = Piece("m", ((8, 12), (0, 2)), ((2, 3), (0, 4), (0, 2)))
+    assert merge([gate, up, next_expert]) == [Piece("m", ((0, 8), (0, 2)), ((1, 2), (0, 8), (0, 2))), next_expert]
