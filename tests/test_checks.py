@@ -12,9 +12,11 @@ import pytest
 from hybridflow import compose
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan, check, placement
+from hybridflow.checks.base import Facts
 from hybridflow.checks.values import CHOICES, RANGES
 from hybridflow.config import GRPOConfig, RunConfig, SFTConfig
 from hybridflow.errors import ConfigError
+from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.settings import SCHEMAS, settings_of
 from tests.assets import overrides_for, write_model
 
@@ -238,6 +240,10 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
         ),
         ("roles.reward.layout.pp=1", ""),
         (
+            "roles.rollout.layout.cp=2",
+            "roles.rollout.layout.cp=2: generation does not split sequences. Set it to 1.",
+        ),
+        (
             "actor.loss.kl_coef=0.1",
             "actor.loss.kl_coef=0.1 measures a KL to the reference, but roles.reference is not placed. "
             "Use placement=colocate_reference or roles.reference={pool: NAME}, or set actor.loss.kl_coef=0.",
@@ -276,6 +282,24 @@ def test_a_layout_that_fits_passes(checked: Callable[..., Plan], all_axes: None)
     plan = checked("pools.train.devices=[8]", "roles.actor.layout={tp: 2, pp: 2}", "roles.rollout.layout.tp=2")
     assert str(plan.layouts["actor"]) == "tp2 pp2 cp1 dp2"
     assert str(plan.layouts["rollout"]) == "tp2 pp1 cp1 dp4"
+    assert plan.layouts["rollout"] == plan.layouts["actor"].generation(tp=2)
+
+
+def test_a_rollout_on_its_own_pool_generates_in_its_own_degrees(given: list[str]) -> None:
+    overrides = ["pools.gen.devices=[4]", "roles.rollout={pool: gen, layout: {tp: 2}}"]
+    layout = Facts(compose.load("grpo", GRPOConfig, [*given, *overrides])).layout("rollout")
+    assert layout == ParallelLayout(tp=2, dp=2).generation(tp=2)
+
+
+def test_a_generation_layout_that_makes_weights_travel_more_is_told(
+    checked: Callable[..., Plan], all_axes: None
+) -> None:
+    shape = ("pools.train.devices=[4]", "roles.actor.layout={pp: 2}", "roles.rollout.layout={tp: 2}")
+    (text,) = checked(*shape).warnings
+    # A stage is half of the layers; a generation rank has half of every layer, of which it trains half.
+    assert text.startswith("roles.rollout.layout: generation tp=2 pp=1 does not divide training tp=1 pp=2")
+    assert "a rank receives 1/4 of the model on average and 1/4 at most, within groups of 2 ranks" in text
+    assert checked("pools.train.devices=[4]", "roles.rollout.layout={tp: 2}").warnings == ()
 
 
 def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[..., Plan]) -> None:

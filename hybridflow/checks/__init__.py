@@ -19,7 +19,7 @@ from hybridflow.checks.base import RULES, Facts, Problem
 from hybridflow.checks.placement import ROLES
 from hybridflow.config import RunConfig
 from hybridflow.errors import ConfigError
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Plan:
     """
 
     run_dir: Path
-    layouts: Mapping[str, ParallelLayout]
+    layouts: Mapping[str, Layout]
     rows: int
     rows_per_update: int
     updates: int

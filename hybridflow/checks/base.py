@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hybridflow.config import RoleConfig, RunConfig
 from hybridflow.models.spec import ModelSpec
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import Layout, ParallelLayout, training_of
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,20 @@ class Facts:
     def longest(self) -> int:
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_tokens
 
-    def layout(self, role: str) -> ParallelLayout:
-        """The role's layout on its pool; ConfigError where it does not fit."""
-        at = self.placed[role]
+    def layout(self, role: str) -> Layout:
+        """The role's layout on its pool; ConfigError where it does not fit.
+
+        The rollout's is a generation layout: of the actor's where they share a pool, else of its own degrees.
+        """
+        at, where = self.placed[role], f"roles.{role}.layout"
         degrees = {axis: getattr(at.layout, axis) for axis in ("tp", "pp", "cp")}
-        return ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=f"roles.{role}.layout")
+        own = ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=where)
+        if role != "rollout":
+            return own
+        actor = self.placed.get("actor")
+        shared = actor is not None and actor.pool == at.pool
+        training = training_of(self.layout("actor")) if shared else own
+        return training.generation(tp=at.layout.tp, pp=at.layout.pp)
 
     @cached_property
     def spec(self) -> ModelSpec:

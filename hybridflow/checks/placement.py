@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.errors import ConfigError, nearest
+from hybridflow.resharding.layout import GenerationLayout
 
 ROLES = ("actor", "rollout", "reference", "reward")
 REQUIRED_ROLES = ("actor", "rollout", "reward")
@@ -69,13 +70,25 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
     for role, at in facts.placed.items():
         for axis in ("tp", "pp", "cp"):
             size = getattr(at.layout, axis)
-            if size > 1 and (axis not in AVAILABLE_AXES or role == "reward"):
-                reason = (
-                    "the reward role has no model to split"
-                    if role == "reward"
-                    else "layouts other than data parallel are not available yet"
-                )
-                yield Problem(f"roles.{role}.layout", f"roles.{role}.layout.{axis}={size}: {reason}. Set it to 1.")
+            if size == 1:
+                continue
+            if role == "reward":
+                reason = "the reward role has no model to split"
+            elif role == "rollout" and axis == "cp":
+                reason = "generation does not split sequences"
+            elif axis not in AVAILABLE_AXES:
+                reason = "layouts other than data parallel are not available yet"
+            else:
+                continue
+            yield Problem(f"roles.{role}.layout", f"roles.{role}.layout.{axis}={size}: {reason}. Set it to 1.")
+
+
+@rule("roles", "pools")
+def a_transition_costs_no_more_than_it_must(facts: Facts) -> Iterator[Problem]:
+    layout = facts.layout("rollout")
+    text = layout.warning() if isinstance(layout, GenerationLayout) else ""
+    if text:
+        yield Problem("roles.rollout.layout", f"roles.rollout.layout: {text}", warning=True)
 
 
 @rule("roles")

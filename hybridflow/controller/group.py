@@ -20,7 +20,7 @@ from hybridflow.controller.pool import Failure, ResourcePool
 from hybridflow.controller.process import Answer, load_class
 from hybridflow.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Payload, TransferProtocol, transfer_protocol
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Registration, Worker, registrations
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class WorkerGroup:
         pool: ResourcePool,
         role: str,
         worker: type[Worker] | str,
-        layout: ParallelLayout,
+        layout: Layout,
         config: RunConfig,
         timeout: float | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class WorkerGroup:
                 f"{layout.world_size} ranks, but pool {pool.name!r} has {pool.size} devices. Use "
                 f"ParallelLayout.on({pool.size}, tp=..., pp=..., cp=...), which fills the pool."
             )
-        self.pool, self.role, self.layout, self.timeout = pool, role, layout, timeout
+        self.pool, self.role, self.layout, self.timeout, self.config = pool, role, layout, timeout, config
         self.step: int | None = None
         self.worker_class = load_class(worker)
         self._methods = registrations(self.worker_class)
@@ -134,7 +134,9 @@ class WorkerGroup:
         kwargs = {key: arg.result() if isinstance(arg, DataFuture) else arg for key, arg in bound.kwargs.items()}
         if registration.prepare is not None and args:
             args[0] = registration.prepare(args[0])
-        call = Call(tuple(args), kwargs, where=f"{self.role}.{name}", uneven=registration.uneven)
+        spread_by = registration.spread
+        spread = None if spread_by is None else lambda batch, chunks: spread_by(batch, chunks, self.config)
+        call = Call(tuple(args), kwargs, f"{self.role}.{name}", registration.uneven, spread)
         dispatch = protocol.distribute(self.layout, call)
         payloads = _put_shared(dispatch.payloads)
         with self.pool.lock:

@@ -13,7 +13,7 @@ from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.pool import ResourcePool, build_pools
 from hybridflow.protocol.data import DataProto
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import Layout
 
 # Import paths, not classes: what a role needs is imported in its device processes.
 WORKERS = {
@@ -48,7 +48,7 @@ def make_pools(config: RunConfig) -> dict[str, ResourcePool]:
 
 
 def make_groups(
-    config: RunConfig, pools: Mapping[str, ResourcePool], layouts: Mapping[str, ParallelLayout]
+    config: RunConfig, pools: Mapping[str, ResourcePool], layouts: Mapping[str, Layout]
 ) -> dict[str, WorkerGroup | AbsentRole]:
     """One group for each role, in the order in which they are to be set up."""
     groups: dict[str, WorkerGroup | AbsentRole] = {}

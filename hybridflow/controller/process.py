@@ -21,7 +21,7 @@ import torch
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.protocol.transfer import Payload
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Worker, WorkerContext
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class DeviceProcess:
             device_id=device if self.platform.is_cuda else None,
         )
 
-    def create(self, role: str, worker: type[Worker] | str, layout: ParallelLayout, config: RunConfig) -> Answer:
+    def create(self, role: str, worker: type[Worker] | str, layout: Layout, config: RunConfig) -> Answer:
         """Construct the worker of a role; ``worker`` is a class or ``"package.module:Class"``."""
 
         def construct() -> None:

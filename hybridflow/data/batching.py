@@ -1,14 +1,75 @@
-"""How rows become micro-batches: pure functions on lengths.
+"""How rows are shared among replicas, and how a replica's rows become micro-batches: pure functions on row numbers.
 
-Rows of similar length stand together, so that padding inside a micro-batch stays small. Losses are sums divided by
-global counts, so neither the order nor the split changes an update.
+Rows of similar length stand together in a micro-batch, so that padding stays small. Losses are sums divided by global
+counts, so neither the order nor the split changes an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 
-from hybridflow.errors import ConfigError
+from hybridflow.config import RunConfig
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.data import DataProto
+
+
+def partition(work: Sequence[float], num_parts: int, equal_counts: bool = False) -> list[list[int]]:
+    """Share items among parts so that the parts' sums of work are close: the largest differencing method.
+
+    Every item starts as a partition of its own; the two partitions whose parts differ most are merged, the fullest part
+    of one with the emptiest of the other, until one is left (Karmarkar and Karp 1982; Michiels et al. 2003 for more
+    than two parts).
+
+    Args:
+        work: of each item, at least 0.
+        num_parts: parts to make, the fullest first.
+        equal_counts: numbers of items differ by at most one. It starts with partitions of ``num_parts`` items.
+
+    Returns:
+        Items of each part, ascending; parts are empty where there are fewer items than parts.
+    """
+    order = sorted(range(len(work)), key=lambda i: (-work[i], i))
+    size = num_parts if equal_counts else 1
+    blocks = [order[start : start + size] for start in range(0, len(order), size)]
+    # (minus the difference between fullest and emptiest part, a number that breaks ties, [(sum, items)] fullest first)
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    ties = itertools.count()
+
+    def push(parts: list[tuple[float, list[int]]]) -> None:
+        parts = sorted(parts, key=lambda part: -part[0])
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
+
+    for block in blocks or [[]]:
+        push([(work[i], [i]) for i in block] + [(0.0, [])] * (num_parts - len(block)))
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        push([(a + b, [*x, *y]) for (a, x), (b, y) in zip(one, reversed(other), strict=True)])
+    return [sorted(items) for _, items in heap[0][2]]
+
+
+def keep_groups(column: str) -> Callable[[DataProto, int, RunConfig], list[list[int]]]:
+    """A ``spread`` for :func:`hybridflow.workers.base.register`: rows with equal values of ``column`` stay together.
+
+    Replicas get whole groups, such as all samples of one prompt, with numbers of rows as close as that allows.
+    """
+
+    def spread(batch: DataProto, num_parts: int, config: RunConfig) -> list[list[int]]:
+        values = batch[column].tolist()
+        if not all(isinstance(value, Hashable) for value in values):
+            raise DataError(
+                f"keep_groups({column!r}): the column's cells cannot be compared as group ids. Give a column of "
+                f"numbers or strings, one for each row."
+            )
+        groups: dict[Hashable, list[int]] = {}
+        for row, value in enumerate(values):
+            groups.setdefault(value, []).append(row)
+        members = list(groups.values())
+        parts = partition([len(rows) for rows in members], num_parts)
+        return [sorted(row for group in part for row in members[group]) for part in parts]
+
+    return spread
 
 
 def micro_batches(lengths: Sequence[int], rows: int, tokens: int = 0) -> list[list[int]]:

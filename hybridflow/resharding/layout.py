@@ -338,10 +338,20 @@ class GenerationLayout(_Ranks):
         )
 
     def __str__(self) -> str:
-        return f"tp{self.tp} pp{self.pp} dp{self.dp}" + (f" ep{self.ep}" if self.ep > 1 else "")
+        return f"tp{self.tp} pp{self.pp} cp1 dp{self.dp}" + (f" ep{self.ep}" if self.ep > 1 else "")
 
 
 Layout = ParallelLayout | GenerationLayout
+
+
+def training_of(layout: Layout) -> ParallelLayout:
+    """The role's layout in training."""
+    return layout.training if isinstance(layout, GenerationLayout) else layout
+
+
+def generation_of(layout: Layout) -> GenerationLayout:
+    """The role's layout in generation; where it has none, that of training."""
+    return layout if isinstance(layout, GenerationLayout) else layout.generation(tp=layout.tp, pp=layout.pp)
 
 
 def _check_degree(axis: str, size: int) -> None:

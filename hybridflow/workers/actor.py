@@ -32,7 +32,7 @@ class ActorWorker(PolicyWorker):
         updates = config.actor.epochs * (rows // (config.actor.mini_batch_size or rows))
         self.build_engine(config.actor.optimizer, total_updates=config.steps * updates)
 
-    @register(Protocol.THREE_D)
+    @register(Protocol.THREE_D, uneven="balance")
     def log_probs(self, batch: DataProto) -> DataProto:
         """Log-probabilities and entropy of every response token under the current weights.
 

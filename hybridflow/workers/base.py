@@ -9,14 +9,15 @@ registered where a subclass overrides it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.errors import ConfigError
 from hybridflow.platform import Platform, current
+from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import UNEVEN, Protocol, transfer_protocol
-from hybridflow.resharding.layout import Coordinates, ParallelLayout
+from hybridflow.resharding.layout import Coordinates, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _MARK = "__hybridflow_registration__"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+Prepare = Callable[[DataProto], DataProto]
+SpreadBy = Callable[[DataProto, int, "RunConfig"], Sequence[Sequence[int]]]
 
 RESERVED_PARAMETERS = ("blocking",)
 """Keyword arguments that the driver's side of a method adds."""
@@ -37,18 +41,21 @@ class Registration:
     Attributes:
         protocol: key of the transfer protocol.
         prepare: pure function ``(batch) -> batch`` run on the driver on the method's first argument.
-        uneven: ``pad`` or ``refuse`` a batch that does not divide among the replicas.
+        uneven: ``pad``, ``balance`` or ``refuse`` a batch that does not divide among the replicas.
+        spread: pure function ``(batch, number of replicas, config) -> rows of each replica``, run on the driver on the
+            prepared batch; None gives each replica neighbouring rows.
     """
 
     protocol: Protocol | str
-    prepare: Callable[[Any], Any] | None = None
+    prepare: Prepare | None = None
     uneven: str = "pad"
+    spread: SpreadBy | None = None
 
 
 def register(
-    protocol: Protocol | str, prepare: Callable[[Any], Any] | None = None, uneven: str = "pad"
+    protocol: Protocol | str, prepare: Prepare | None = None, uneven: str = "pad", spread: SpreadBy | None = None
 ) -> Callable[[_Method], _Method]:
-    """Mark a method of a Worker as one that the driver may call.
+    """Mark a method of a Worker as one that the driver may call; see :class:`Registration` for the arguments.
 
     Raises:
         ConfigError: for an unknown protocol, an unknown ``uneven``, or a parameter name that the driver's side uses.
@@ -61,7 +68,7 @@ def register(
         clash = set(RESERVED_PARAMETERS) & set(inspect.signature(method).parameters)
         if clash:
             raise ConfigError(f"{method.__qualname__}: the parameter {clash.pop()!r} is the driver's; rename it.")
-        setattr(method, _MARK, Registration(protocol, prepare, uneven))
+        setattr(method, _MARK, Registration(protocol, prepare, uneven, spread))
         return method
 
     return mark
@@ -94,7 +101,7 @@ class WorkerContext:
 
     role: str
     rank: int
-    layout: ParallelLayout
+    layout: Layout
     config: RunConfig
     peers: Mapping[str, Worker]
     pool: str

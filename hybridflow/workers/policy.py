@@ -15,6 +15,7 @@ from hybridflow.data.batching import micro_batches
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.layout import training_of
 from hybridflow.workers.base import Worker
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class PolicyWorker(Worker):
         spec = ModelSpec.from_folder(config.model.path)
         self.engine = MegatronEngine(
             folder=config.model.path,
-            layout=self.context.layout,
+            layout=training_of(self.context.layout),
             dtype=getattr(torch, config.model.dtype),
             valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
             optimizer=optimizer,

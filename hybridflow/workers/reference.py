@@ -14,7 +14,7 @@ class ReferenceWorker(PolicyWorker):
     def setup(self) -> None:
         self.build_engine(optimizer=None)
 
-    @register(Protocol.THREE_D)
+    @register(Protocol.THREE_D, uneven="balance")
     def log_probs(self, batch: DataProto) -> DataProto:
         """``ref_log_probs`` of every response token.
 

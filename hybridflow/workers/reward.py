@@ -31,7 +31,7 @@ class RewardWorker(Worker):
         self.tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         self.scorer = Scorer(config.reward)
 
-    @register(Protocol.DP)
+    @register(Protocol.DP, uneven="balance")
     def score(self, batch: DataProto) -> DataProto:
         """Score the answers of a batch.
 

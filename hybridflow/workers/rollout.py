@@ -74,7 +74,7 @@ class RolloutWorker(Worker):
         if hasattr(self, "engine"):
             self.engine.close()
 
-    @register(Protocol.THREE_D, prepare=add_sample_ids)
+    @register(Protocol.THREE_D_ALL_MICRO_DP, prepare=add_sample_ids, uneven="balance")
     def generate(self, batch: DataProto, sampling: SamplingConfig | None = None, tag: str = "train") -> DataProto:
         """One response for each row.
 

@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from hybridflow.data.batching import keep_groups
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import Worker, WorkerContext, register
@@ -77,6 +78,15 @@ class Echo(Worker):
     @register(Protocol.THREE_D, prepare=mark_prepared)
     def prepared(self, batch: DataProto) -> DataProto:
         return batch
+
+    @register(Protocol.ALL_TO_ALL)
+    def own(self, value: object, common: object) -> tuple[int, object, object]:
+        return self.context.rank, value, common
+
+    @register(Protocol.THREE_D, uneven="balance", spread=keep_groups("group_ids"))
+    def whole_groups(self, batch: DataProto) -> DataProto:
+        """Which rank took each row."""
+        return DataProto.from_dict({"x": batch["x"], "rank": torch.full((len(batch),), self.context.rank)})
 
     @register(Protocol.THREE_D, uneven="refuse")
     def update(self, batch: DataProto) -> dict[str, float]:

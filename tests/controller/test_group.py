@@ -17,7 +17,7 @@ from hybridflow.controller.group import DataFuture, WorkerGroup
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.errors import ConfigError, DataError, PlacementError, WorkerDiedError, WorkerError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.transfer import Protocol
+from hybridflow.protocol.transfer import PerRank, Protocol
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.workers.base import Worker, register
 from tests.controller.conftest import group_on
@@ -63,6 +63,28 @@ def test_metrics_come_back_as_one_dict_and_uneven_updates_are_refused_on_the_dri
     with pytest.raises(DataError, match=r"metrics\.update: 5 rows do not divide among 2 replicas"):
         group.update(numbers(5))
     assert group.update(numbers(2))["loss"] == 0.5, "a refused batch breaks nothing"
+
+
+def test_each_rank_gets_its_own_value_of_a_per_rank_argument(pool: ResourcePool):
+    group = group_on(pool, "per_rank")
+    assert group.own(PerRank(["a", "b"]), common=[1, 2]) == [(0, "a", [1, 2]), (1, "b", [1, 2])]
+
+
+def test_groups_stay_on_one_replica_and_rows_come_back_in_order(pool: ResourcePool):
+    groups = torch.tensor([0, 1, 1, 1, 0, 0])
+    batch = numbers(6).union(DataProto.from_dict({"group_ids": groups}))
+    back = group_on(pool, "grouped").whole_groups(batch)
+    assert back["x"].tolist() == [0, 1, 2, 3, 4, 5]
+    first = back["rank"][0].item()
+    assert back["rank"].tolist() == [first if group == 0 else 1 - first for group in groups.tolist()]
+
+
+def test_a_group_with_a_generation_layout_shows_its_replicas(pool: ResourcePool):
+    layout = ParallelLayout.on(2, tp=2).generation(tp=1)
+    group = WorkerGroup(pool, "generation", Echo, layout, RunConfig(name="test"))
+    assert [facts["coordinates"].dp for facts in group.facts()] == [0, 1]
+    assert group.by_replica(numbers(3))["rank"].tolist() == [0, 0, 0], "THREE_D goes by the training layout"
+    assert "tp1 pp1 cp1 dp2" in group.describe()
 
 
 def test_fused_roles_share_objects_in_one_process(pool: ResourcePool):

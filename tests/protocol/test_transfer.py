@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol.data import DataProto
@@ -16,13 +19,14 @@ from hybridflow.protocol.transfer import (
     PROTOCOLS,
     Call,
     Dispatch,
+    PerRank,
     Protocol,
     chunk_rows,
     collect_list,
     register_protocol,
     transfer_protocol,
 )
-from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.resharding.layout import GenerationLayout, Layout, ParallelLayout, generation_of, training_of
 
 
 def layouts(most: int) -> Iterator[ParallelLayout]:
@@ -31,6 +35,22 @@ def layouts(most: int) -> Iterator[ParallelLayout]:
     for tp, pp, cp, dp in itertools.product(sizes, repeat=4):
         if tp * pp * cp * dp <= most:
             yield ParallelLayout(tp=tp, pp=pp, cp=cp, dp=dp)
+
+
+def generations(most: int) -> Iterator[GenerationLayout]:
+    """Every generation layout of every layout of at most this many ranks, without pipelines in generation."""
+    for layout in layouts(most):
+        for tp in range(1, layout.world_size + 1):
+            if layout.world_size % tp == 0:
+                yield layout.generation(tp=tp)
+
+
+def shuffled(batch: DataProto, num_chunks: int) -> list[list[int]]:
+    """A spread that deals out shuffled rows, in runs of unequal lengths."""
+    rows = list(range(len(batch)))
+    random.Random(len(rows)).shuffle(rows)
+    bounds = sorted(random.Random(num_chunks).choices(range(len(rows) + 1), k=num_chunks - 1))
+    return [rows[start:stop] for start, stop in itertools.pairwise([0, *bounds, len(rows)])]
 
 
 def batch_of(num_rows: int) -> DataProto:
@@ -59,18 +79,61 @@ def identity(rank: int, batch: DataProto) -> DataProto:
     return batch
 
 
+def replicas_of(protocol: Protocol, layout: Layout) -> list[int]:
+    """By rank, the number of the chunk that it should take."""
+    if protocol is Protocol.DP:
+        return list(range(layout.world_size))
+    of = training_of(layout) if protocol is Protocol.THREE_D else generation_of(layout)
+    return [of.coordinates(rank).dp for rank in range(of.world_size)]
+
+
 def test_identity_comes_back_in_order_for_every_layout_up_to_16_ranks():
+    """Each layout meets every way of spreading rows; each number of rows one of them."""
+    ways = itertools.cycle(itertools.product(("pad", "balance"), (None, shuffled)))
     tried = 0
-    for layout, protocol in itertools.product(layouts(16), (Protocol.DP, Protocol.THREE_D)):
-        chunks = layout.dp if protocol is Protocol.THREE_D else layout.world_size
-        for num_rows in {1, chunks - 1, chunks, chunks + 1, 2 * chunks, 2 * chunks + 1} - {0}:
-            batch = DataProto.from_dict({"x": torch.arange(num_rows)}, meta_info={"step": 7})
-            back = run(protocol, layout, Call((batch,)), identity)
-            assert back["x"].tolist() == list(range(num_rows)), (layout, protocol, num_rows)
-            assert back.meta_info == {"step": 7}
-            assert len(batch) == num_rows and batch.meta_info == {"step": 7}
-            tried += 1
-    assert tried > 1500
+    for protocol in (Protocol.DP, Protocol.THREE_D, Protocol.THREE_D_ALL_MICRO_DP):
+        for layout in generations(16) if protocol is Protocol.THREE_D_ALL_MICRO_DP else layouts(16):
+            replicas = replicas_of(protocol, layout)
+            chunks = max(replicas) + 1
+            for num_rows in {1, chunks - 1, chunks, chunks + 1, 2 * chunks + 1} - {0}:
+                batch = DataProto.from_dict({"x": torch.arange(num_rows)}, meta_info={"step": 7})
+                uneven, spread = next(ways)
+                got: dict[int, list[list[int]]] = {}
+
+                def keep(rank: int, rows: DataProto, got: Any = got, replicas: Any = replicas) -> DataProto:
+                    got.setdefault(replicas[rank], []).append(rows["x"].tolist())
+                    return rows
+
+                back = run(protocol, layout, Call((batch,), uneven=uneven, spread=spread), keep)
+                assert back["x"].tolist() == list(range(num_rows)), (layout, protocol, num_rows)
+                assert back.meta_info == {"step": 7}
+                assert len(batch) == num_rows and batch.meta_info == {"step": 7}
+                assert len(got) == chunks, "every replica works"
+                for chunk in got.values():
+                    assert chunk == [chunk[0]] * len(chunk), "every rank of a replica gets the same rows"
+                sizes = [len(chunk[0]) for chunk in got.values()]
+                if uneven == "pad" or spread is None:
+                    assert max(sizes) - min(sizes) <= (uneven == "balance")
+                if uneven == "balance":
+                    assert sum(sizes) - num_rows <= sizes.count(1), "only a replica without rows gets padding"
+                tried += 1
+    assert tried > 4000
+
+
+def test_random_rows_in_random_layouts_keep_their_order_where_a_method_returns_several_rows_for_each():
+    @given(st.sampled_from(list(generations(12))), st.integers(1, 40), st.integers(1, 3), st.sampled_from(Protocol))
+    @settings(max_examples=60, deadline=None)
+    def check(layout: GenerationLayout, num_rows: int, times: int, protocol: Protocol) -> None:
+        batch = DataProto.from_dict({"x": torch.arange(num_rows)})
+        for uneven, spread in itertools.product(("pad", "balance"), (None, shuffled)):
+            call = Call((batch,), uneven=uneven, spread=spread)
+            back = run(protocol, layout, call, lambda rank, rows: rows.repeat(times))
+            if isinstance(back, DataProto):
+                assert back["x"].tolist() == [row for row in range(num_rows) for _ in range(times)]
+            else:  # the protocols that split nothing
+                assert [rows["x"].tolist() for rows in back] == [batch.repeat(times)["x"].tolist()] * len(back)
+
+    check()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 8, 11])
@@ -101,6 +164,65 @@ def test_three_d_gives_chunk_d_to_replica_d_and_asks_only_its_collector():
     assert [rank for rank in range(8) if functions.answers(layout, rank)] == [2, 6]
 
 
+def test_three_d_all_micro_dp_gives_each_generation_replica_its_chunk():
+    # The paper's 1-4-2 -> 1-2-2-2: generation replicas are ranks [0, 2], [1, 3], [4, 6], [5, 7].
+    layout = ParallelLayout(tp=4, dp=2).generation(tp=2)
+    functions = transfer_protocol(Protocol.THREE_D_ALL_MICRO_DP)
+    dispatch = functions.distribute(layout, Call((batch_of(4),)))
+    assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == [[0], [1], [0], [1], [2], [3], [2], [3]]
+    assert [rank for rank in range(8) if functions.answers(layout, rank)] == [0, 1, 4, 5]
+    # The same group's THREE_D goes by the training layout: two replicas of four ranks.
+    dispatch = transfer_protocol(Protocol.THREE_D).distribute(layout, Call((batch_of(4),)))
+    assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == [[0, 1]] * 4 + [[2, 3]] * 4
+
+
+def test_three_d_all_micro_dp_without_a_generation_layout_goes_by_the_training_layout():
+    # tp 2, cp 2: context-parallel ranks hold the same weights, so each pair generates for itself.
+    dispatch = transfer_protocol(Protocol.THREE_D_ALL_MICRO_DP).distribute(
+        ParallelLayout(tp=2, cp=2), Call((batch_of(2),))
+    )
+    assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == [[0], [0], [1], [1]]
+
+
+def test_three_d_pp_only_asks_one_rank_of_each_stage():
+    # rank = 8 D + 4 P + 2 C + T
+    layout = ParallelLayout(tp=2, pp=2, cp=2, dp=2)
+    back = run(Protocol.THREE_D_PP_ONLY, layout, Call((10,)), lambda rank, n: n + rank)
+    assert back == [10, 14]
+    answers = transfer_protocol(Protocol.THREE_D_PP_ONLY).answers
+    assert [rank for rank in range(16) if answers(layout, rank)] == [0, 4]
+
+
+def test_all_to_all_splits_per_rank_values_and_nothing_else():
+    layout, batch = ParallelLayout(tp=2, dp=2), batch_of(4)
+    call = Call((PerRank(["a", "b", "c", "d"]), [1, 2, 3, 4]), {"seed": PerRank((9, 8, 7, 6)), "batch": batch})
+    dispatch = transfer_protocol(Protocol.ALL_TO_ALL).distribute(layout, call)
+    assert [args for args, _ in dispatch.payloads] == [(letter, [1, 2, 3, 4]) for letter in "abcd"]
+    assert [kwargs["seed"] for _, kwargs in dispatch.payloads] == [9, 8, 7, 6]
+    assert all(kwargs["batch"] is batch for _, kwargs in dispatch.payloads)
+    back = run(Protocol.ALL_TO_ALL, layout, Call((PerRank([1, 2, 3, 4]),)), lambda rank, n: n * 10)
+    assert back == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("protocol", [p for p in Protocol if p is not Protocol.ALL_TO_ALL])
+def test_a_list_as_long_as_the_ranks_is_one_argument(protocol: Protocol):
+    layout = ParallelLayout(dp=2)
+    given = run(protocol, layout, Call(([1, 2],)), lambda rank, values: list(values))
+    assert given in ([[1, 2], [1, 2]], [[1, 2]])
+
+
+def test_per_rank_values_that_do_not_fit_are_refused():
+    layout = ParallelLayout(tp=2, dp=2)
+    with pytest.raises(
+        DataError, match=r"actor\.put: PerRank has 3 values, but the role has 4 ranks \(tp2 pp1 cp1 dp2\)"
+    ):
+        transfer_protocol(Protocol.ALL_TO_ALL).distribute(layout, Call((PerRank([1, 2, 3]),), where="actor.put"))
+    for protocol in (Protocol.ONE_TO_ALL, Protocol.DP, Protocol.THREE_D, Protocol.THREE_D_ALL_MICRO_DP):
+        for arguments in ((PerRank([1, 2, 3, 4]),), (PerRank([1, 2, 3, 4]), batch_of(4))):
+            with pytest.raises(DataError, match="PerRank is for methods registered with ALL_TO_ALL"):
+                transfer_protocol(protocol).distribute(layout, Call(arguments))
+
+
 def test_dp_gives_each_rank_its_own_rows_whatever_the_layout():
     dispatch = transfer_protocol(Protocol.DP).distribute(ParallelLayout(tp=2, dp=2), Call((batch_of(4),)))
     assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == [[0], [1], [2], [3]]
@@ -116,16 +238,51 @@ def test_keyword_batches_are_split_and_other_arguments_are_passed_to_all():
 
 
 def test_padding_repeats_rows_from_the_front_and_is_marked():
-    assert chunk_rows(5, 4) == ([[0, 1], [2, 0], [3, 0], [4, 0]], [0, 1, 1, 1])
-    assert chunk_rows(2, 4) == ([[0], [1], [0], [0]], [0, 0, 1, 1])
-    assert chunk_rows(6, 3) == ([[0, 1], [2, 3], [4, 5]], [0, 0, 0])
+    assert [list(rows) for rows in chunk_rows(5, 4)] == [[0, 1], [2], [3], [4]]
+    assert [list(rows) for rows in chunk_rows(2, 4)] == [[0], [1], [], []]
+    assert [list(rows) for rows in chunk_rows(6, 3)] == [[0, 1], [2, 3], [4, 5]]
     batch = batch_of(5)
     dispatch = transfer_protocol(Protocol.DP).distribute(ParallelLayout(dp=4), Call((batch,)))
     chunks = [args[0] for args, _ in dispatch.payloads]
     assert [chunk["x"].tolist() for chunk in chunks] == [[0, 1], [2, 0], [3, 0], [4, 0]]
     assert [chunk.meta_info["padded_rows"] for chunk in chunks] == [0, 1, 1, 1]
-    assert dispatch.rows == (2, 2, 2, 2) and dispatch.padded == (0, 1, 1, 1)
+    assert dispatch.rows == ([0, 1], [2, 0], [3, 0], [4, 0]) and dispatch.padded == (0, 1, 1, 1)
     assert len(batch) == 5 and "padded_rows" not in batch.meta_info
+
+
+def test_balanced_rows_are_padded_only_where_a_replica_has_none():
+    distribute = transfer_protocol(Protocol.DP).distribute
+    for num_rows, rows, padded in ((5, [[0, 1], [2], [3], [4]], (0,) * 4), (2, [[0], [1], [0], [0]], (0, 0, 1, 1))):
+        dispatch = distribute(ParallelLayout(dp=4), Call((batch_of(num_rows),), uneven="balance"))
+        assert [args[0]["x"].tolist() for args, _ in dispatch.payloads] == rows
+        assert dispatch.padded == padded
+
+
+def test_a_spread_chooses_the_rows_of_every_batch_of_the_call():
+    def by_parity(batch: DataProto, num_chunks: int) -> list[list[int]]:
+        return [[row for row in range(len(batch)) if row % num_chunks == chunk] for chunk in range(num_chunks)]
+
+    call = Call((batch_of(5),), {"other": batch_of(5)}, uneven="balance", spread=by_parity)
+    (args, kwargs) = transfer_protocol(Protocol.THREE_D).distribute(ParallelLayout(dp=2), call).payloads[1]
+    assert args[0]["x"].tolist() == [1, 3] == kwargs["other"]["x"].tolist()
+    assert args[0]["tokens"].unbind()[1].tolist() == [3]
+    back = run(Protocol.THREE_D, ParallelLayout(dp=2), call, lambda rank, batch, other: batch.union(other))
+    assert back["text"].tolist() == [f"row {i}" for i in range(5)]
+
+
+def test_a_spread_that_loses_rows_or_cannot_be_undone_is_refused():
+    def lost(batch: DataProto, num_chunks: int) -> list[list[int]]:
+        return [[0], [2]]
+
+    layout = ParallelLayout(dp=2)
+    with pytest.raises(DataError, match=r"a\.b: its spread gave 2 chunks with 2 rows for 2 replicas and 3 rows"):
+        run(Protocol.DP, layout, Call((batch_of(3),), where="a.b", spread=lost), identity)
+    call = Call((batch_of(3),), where="a.b", uneven="balance", spread=lambda batch, n: [[2, 0], [1]])
+    with pytest.raises(DataError, match=r"a\.b: rank 0 returned 1 rows for 2, so the rows.*without spread"):
+        run(Protocol.DP, layout, call, lambda rank, batch: batch[:1])
+    uneven = Call((batch_of(4),), where="a.b", uneven="refuse", spread=lambda batch, n: [[0, 1, 2], [3]])
+    with pytest.raises(DataError, match=r"a\.b: 4 rows do not divide among 2 replicas .*: chunks of 3 and 1 rows"):
+        run(Protocol.DP, layout, uneven, identity)
 
 
 def test_padding_is_undone_where_a_method_returns_several_rows_for_each():
@@ -140,13 +297,13 @@ def test_padding_that_cannot_be_told_apart_is_an_error_with_the_fix():
     def drop_one(rank: int, batch: DataProto) -> DataProto:
         return batch[:-1]
 
-    with pytest.raises(DataError, match=r'reward\.score: rank 1 returned 1 rows for a chunk of 2.*uneven="refuse"'):
+    with pytest.raises(DataError, match=r'reward\.score: rank 1 returned 1 rows for a chunk of 2.*uneven="balance"'):
         run(Protocol.DP, ParallelLayout(dp=2), Call((batch_of(3),), where="reward.score"), drop_one)
 
 
 def test_uneven_rows_are_refused_with_the_arithmetic_where_the_method_says_so():
     call = Call((batch_of(5),), where="actor.update", uneven="refuse")
-    with pytest.raises(DataError, match=r"actor\.update: 5 rows .* 2 replicas .*5 = 2 \* 2 \+ 1.*multiple of 2"):
+    with pytest.raises(DataError, match=r"actor\.update: 5 rows .* 2 replicas .*chunks of 3 and 2 rows.*multiple of 2"):
         transfer_protocol(Protocol.THREE_D).distribute(ParallelLayout(tp=2, dp=2), call)
     even = Call((batch_of(4),), uneven="refuse")
     assert run(Protocol.THREE_D, ParallelLayout(tp=2, dp=2), even, identity)["x"].tolist() == [0, 1, 2, 3]
@@ -201,5 +358,5 @@ def test_a_protocol_of_ones_own_is_used_by_name():
             register_protocol("THREE_D", last_only, last)
     finally:
         del PROTOCOLS["LAST"]
-    with pytest.raises(ConfigError, match=r"'THREED'.*Did you mean 'THREE_D'.*DP, ONE_TO_ALL, THREE_D"):
+    with pytest.raises(ConfigError, match=r"'THREED'.*Did you mean 'THREE_D'.*ALL_TO_ALL, DP, ONE_TO_ALL, THREE_D"):
         transfer_protocol("THREED")

@@ -118,7 +118,7 @@ def test_degrees_that_do_not_fill_the_devices_are_refused_with_all_factors():
         ParallelLayout.on(8, tp=2, pp=3, where="here")
     with pytest.raises(ConfigError, match=r"rank 4 is outside the layout's world of 4 \(tp2 pp2 cp1 dp1\)"):
         ParallelLayout(tp=2, pp=2).coordinates(4)
-    with pytest.raises(ConfigError, match=r"rank -1 is outside the layout's world of 4 \(tp2 pp1 dp2\)"):
+    with pytest.raises(ConfigError, match=r"rank -1 is outside the layout's world of 4 \(tp2 pp1 cp1 dp2\)"):
         ParallelLayout(tp=2, pp=2).generation(tp=2).coordinates(-1)
 
 
