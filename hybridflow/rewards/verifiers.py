@@ -13,7 +13,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
+from hybridflow.rewards import notation
+
+_THOUSANDS = re.compile(r"[-$]*\d{1,3}(,\d{3})+(\.\d+)?")
+_UNTAGGED = re.compile(r"</?(?:answer|think)>")
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_ANSWER_LINE = re.compile(r"^\W*answer\W*?:\**([^\n]*)", re.IGNORECASE | re.MULTILINE)
 
 
 def exact_match(
@@ -29,15 +35,23 @@ def exact_match(
         prompts: not read.
         responses: the answers.
         ground_truth: right answers, compared as texts; of GSM8K's ``reasoning #### 72`` what stands behind ``####``.
-        extract: part of the answer that counts; a name of :data:`EXTRACTORS`.
+        extract: part of the answer that counts; a name of :data:`EXTRACTORS`. With ``number``, a ground truth that has
+            one number is compared by value: 1,234.50 is 1234.5, and so is $1234.50.
         ignore_case: take upper and lower case as equal.
     """
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
         answer, wanted = extract_answer(response, extract), reference(truth)
-        if ignore_case and answer is not None:
-            answer, wanted = answer.casefold(), wanted.casefold()
-        scores.append(float(answer == wanted))
+        in_truth = notation.numbers(notation.plain(wanted)) if extract == "number" else []
+        value = notation.value(in_truth[0]) if len(in_truth) == 1 else None
+        if answer is None:
+            scores.append(0.0)
+        elif value is not None:
+            scores.append(float(notation.value(answer) == value))
+        elif ignore_case:
+            scores.append(float(answer.casefold() == wanted.casefold()))
+        else:
+            scores.append(float(answer == wanted))
     return scores
 
 
@@ -50,13 +64,14 @@ def math_verify(
 ) -> list[float]:
     r"""1.0 where the answer equals the ground truth as mathematics (``1/2``, ``0.5``, ``\frac{1}{2}``); else 0.0.
 
-    The package math-verify finds the last expression in the answer by itself, so ``extract`` is rarely needed. It reads
-    a word as a product of letters, so that anagrams are equal: compare words with :func:`exact_match`.
+    The package math-verify compares; what it would misread is put into its notation first (:mod:`.notation`). It finds
+    the last expression in a text by itself, so ``extract`` is rarely needed. Units are left out, and 50% is 50 and 0.5.
+    A ground truth that is words is compared as text, in lower case: math-verify would read a product of letters.
 
     Args:
         prompts: not read.
         responses: the answers.
-        ground_truth: numbers or LaTeX, with or without ``$`` or ``\boxed``.
+        ground_truth: numbers or LaTeX, with or without ``$`` or ``\boxed``; or words.
         extract: part of the answer that counts; a name of :data:`EXTRACTORS`.
         seconds: deadline of each parsing and comparison; after it the answer is wrong.
 
@@ -67,13 +82,18 @@ def math_verify(
 
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
-        wanted = reference(truth)
-        gold = parse(
-            wanted if "$" in wanted or "\\boxed" in wanted else f"\\boxed{{{wanted}}}", parsing_timeout=seconds
-        )
+        wanted = notation.plain(reference(truth))
+        if (wanted_word := notation.word(extract_answer(wanted, "auto") or "")) is not None:
+            answer = extract_answer(response, "auto" if extract == "all" else extract)
+            scores.append(float(notation.word(answer or "") == wanted_word))
+            continue
+        gold = parse(notation.formula(wanted, whole=True), parsing_timeout=seconds)
         if not gold:
             raise ValueError(f"the ground truth {wanted!r:.80} is no mathematical expression")
-        answer = extract_answer(response, extract)
+        answer = extract_answer(_UNTAGGED.sub(" ", response) if extract == "all" else response, extract)
+        answer = notation.plain(answer or "")
+        answer = answer if notation.has_variables(wanted) else notation.without_unit(answer)
+        answer = notation.formula(answer, whole=extract in ("boxed", "number"))
         found = parse(answer, parsing_timeout=seconds) if answer else []
         scores.append(float(bool(found) and verify(gold, found, timeout_seconds=seconds)))
     return scores
@@ -103,7 +123,8 @@ def reasoning_gym(
     scores = []
     for response, info in zip(responses, extra_info, strict=True):
         task = _task(info["task"], json.dumps(info.get("options") or {}, sort_keys=True))
-        score = float(task.score_answer(extract_answer(response, extract), entry=info["item"]))
+        answer = extract_answer(response, extract)
+        score = 0.0 if answer is None else _task_score(task, answer, info["item"])
         solved = score >= 1 - 1e-6
         scores.append({"score": score if partial else float(solved), "solved": solved})
     return scores
@@ -117,10 +138,22 @@ def _task(name: str, options: str) -> Any:
     return reasoning_gym.create_dataset(name, **{**json.loads(options), "size": 1, "seed": 0})
 
 
+def _task_score(task: Any, answer: str, item: dict[str, Any]) -> float:
+    """What the task's scorer says; 0 where it fails on this answer, but not on the right one."""
+    try:
+        return float(task.score_answer(answer, entry=item))
+    except Exception:
+        task.score_answer(item["answer"], entry=item)  # a scorer that is broken fails here too
+        return 0.0
+
+
 def reference(truth: Any) -> str:
     """The ground truth as text; of GSM8K's ``reasoning #### 1,234`` the number, without commas."""
     text = str(truth)
-    return text.rpartition("####")[2].replace(",", "").strip() if "####" in text else text.strip()
+    if "####" not in text:
+        return text.strip()
+    marked = text.rpartition("####")[2].strip()
+    return marked.replace(",", "") if _THOUSANDS.fullmatch(marked) else marked
 
 
 def extract_answer(response: str, how: str) -> str | None:
@@ -136,29 +169,36 @@ def extract_answer(response: str, how: str) -> str | None:
 
 
 def _in_tag(response: str) -> str | None:
-    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
+    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", response, flags=re.DOTALL)
     return found[-1] if found else None
 
 
 def _in_box(response: str) -> str | None:
-    r"""Content of the last ``\boxed{...}``, braces inside it balanced."""
-    start = response.rfind("\\boxed{")
-    depth = 0
-    for i in range(start + len("\\boxed"), len(response) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(response[i], 0)
+    r"""Content of the last ``\boxed{...}``, braces inside it balanced; an escaped brace (``\{``) is none."""
+    opened = list(_BOX.finditer(response))
+    if not opened:
+        return None
+    start, depth = opened[-1].end(), 1
+    for brace in _BRACE.finditer(response, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return response[start + len("\\boxed{") : i]
+            return response[start : brace.start()]
     return None
 
 
 def _last_number(response: str) -> str | None:
-    found = _NUMBER.findall(response)
-    return found[-1].replace(",", "") if found else None
+    found = notation.numbers(notation.plain(response))
+    return found[-1] if found else None
 
 
 def _last_line(response: str) -> str | None:
     lines = response.strip().splitlines()
     return lines[-1] if lines else None
+
+
+def _answer_line(response: str) -> str | None:
+    found = _ANSWER_LINE.findall(response)
+    return found[-1].strip().strip("*").rstrip(".") if found else None
 
 
 def _auto(response: str) -> str | None:
@@ -175,7 +215,9 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "boxed": _in_box,
     "number": _last_number,
     "last_line": _last_line,
+    "answer_line": _answer_line,
     "auto": _auto,
 }
 """``all`` of it; what stands in the last ``<answer>`` ``tag``; in the last ``\\boxed{}``; the last ``number``; the
-``last_line``; ``auto``: tag, else box, else all."""
+``last_line``; behind the last ``Answer:`` that begins a line (DAPO's prompt asks for it); ``auto``: tag, else box, else
+all."""

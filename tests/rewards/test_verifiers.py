@@ -1,12 +1,14 @@
 """The built-in reward functions on answers whose score is known."""
 
+# ruff: noqa: RUF001 - look-alike characters are the subject here.
+
 from __future__ import annotations
 
 import pytest
 
 from hybridflow.config import RewardConfig
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.rewards.verifiers import exact_match, extract_answer, reasoning_gym, reference
+from hybridflow.rewards.verifiers import exact_match, extract_answer, math_verify, reasoning_gym, reference
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,11 @@ from hybridflow.rewards.verifiers import exact_match, extract_answer, reasoning_
         ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         ("boxed", r"\boxed{1", None),
         ("boxed", "1", None),
+        ("boxed", r"\boxed{\boxed{5}}", "5"),
+        ("boxed", r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        ("tag", "<answer><answer>5</answer>", "5"),
+        ("answer_line", "Answer: 4\nso\n**Answer:** 5.\n", "5"),
+        ("answer_line", "The answer: is 5", None),
         ("number", "7 + 5 = 12.", "12"),
         ("number", "about 1,234.50 in 2 parts: -3", "-3"),
         ("number", "it costs $1,234.50", "1234.50"),
@@ -40,6 +47,8 @@ def test_an_unknown_part_names_the_known_ones():
 
 def test_ground_truth_of_gsm8k_is_what_stands_behind_its_mark():
     assert reference("48/2 = 24\n#### 1,072") == "1072"
+    assert reference("#### -1,072.5") == "-1072.5"
+    assert reference("#### (1,2)") == "(1,2)"
     assert reference(68) == "68"
 
 
@@ -51,15 +60,79 @@ def test_exact_match_compares_texts():
     assert exact_match(["p"], [""], [""], extract="number") == [0.0]
 
 
-def test_math_verify_compares_mathematics_in_a_scoring_process():
+@pytest.mark.parametrize(
+    ("response", "truth", "wanted"),
+    [
+        ("It is 1,234.", "1234", 1.0),
+        ("It is 1234", "1,234", 1.0),
+        ("It is 18.00 dollars", "$18", 1.0),
+        ("−5", "-5", 1.0),
+        ("5 - 10 = -5", "-5", 1.0),
+        ("10-5", "-5", 0.0),
+        ("½", "0.5", 1.0),
+        ("2 1/2", "2.5", 1.0),
+        (r"$\frac{1}{2}$", "1/2", 1.0),
+        ("1/0", "1", 0.0),
+        ("4", "3, 4", 0.0),  # a truth with two numbers is compared as text
+        ("72", "50%", 0.0),
+    ],
+)
+def test_exact_match_of_numbers_compares_values(response: str, truth: str, wanted: float):
+    assert exact_match(["p"], [response], [truth], extract="number") == [wanted]
+
+
+EQUAL = [
+    # fractions
+    ("0.5", "1/2"), ("½", "1/2"), ("2½", "5/2"), ("-2 1/2", "-5/2"), (r"\frac12", "1/2"), (r"$\tfrac{1}{2}$", "0.5"),
+    (r"1\frac{1}{2}", "3/2"), ("0.333333333333", "1/3"), (r"0.\overline{3}", "1/3"), (r"It is $\frac{2}{4}$.", "1/2"),
+    # percent
+    ("50%", "0.5"), ("50%", "50"), ("50", "50%"), ("0.5", "50%"), (r"\boxed{50\%}", "50%"), (r"$50\%$", "1/2"),
+    ("The answer is 50%.", "50%"), ("50 percent", "50%"), (r"\[\boxed{50\%}\]", "50%"), ("150%", "1.5"),
+    # thousands
+    ("1,234", "1234"), ("1234", "1,234"), ("1 234", "1234"), ("1\u202f234", "1234"), ("1{,}234", "1234"),
+    (r"$1\,234$", "1234"), ("1'000", "1000"), ("$1,234.50", "1234.5"), ("1,234,567.89", "1234567.89"),
+    # signs, digits, powers, roots
+    ("\u22125", "-5"), ("- 5", "-5"), ("５", "5"), ("٥", "5"), ("5\u200b", "5"), ("10²", "100"), ("1.5e-3", "0.0015"),
+    ("1.5 × 10³", "1500"), ("√2", r"\sqrt{2}"), ("sqrt(2)", r"\sqrt{2}"), ("2π", r"2\pi"), ("pi", r"\pi"),
+    ("∞", r"\infty"), ("x²", "x^2"), ("x≥2", r"x\geq 2"),
+    # units and currency
+    ("5 cm", "5"), ("5 km/h", "5"), ("5 m²", "5"), ("5", "5 cm"), (r"\boxed{5\text{ cm}}", "5"), ("5°", "5"),
+    (r"\$5", "5"), ("€5", "5"), ("-$5", "-5"),
+    # boxes, tags, marks
+    (r"\boxed{\boxed{5}}", "5"), (r"\boxed{x=5}", "5"), (r"\boxed {5}", "5"), ("<answer>5</answer>", "5"),
+    ("#### 5", "5"), ("**5**", "5"), ("The answer is 5, not 6.", "5"), ("72", "so 70 + 2 = 72 #### 72"),
+    ("(1,2)", "#### (1,2)"),
+    # formulas, sets, intervals, letters, words
+    (r"\boxed{(x+1)^2}", "$x^2+2x+1$"), ("2(x+1)", "2x+2"), ("(1, 2)", "(1,2)"), (r"\{1,2\}", r"\{2,1\}"),
+    ("1, 2", "2,1"), (r"(-\infty,2]", "(-∞,2]"), ("(A)", "A"), (r"\boxed{\textbf{(B)}}", "B"),
+    ("tuesday.", r"\text{Tuesday}"),
+    (r"\boxed{\text{no solution}}", "no solution"),
+]  # fmt: skip
+DIFFERENT = [
+    ("0.33", "1/3"), ("0.5%", "50%"), ("5%", "50%"), ("50", "0.5"), ("50%", "5"), ("12,34", "1234"), ("1 23", "123"),
+    ("(1,234)", "1234"), ("5", "-5"), ("5 apples", "6"), (r"\boxed{5", "5"), (r"\boxed{\left\{1\right.}", "1"),
+    ("(2,1)", "(1,2)"), ("[1,2)", "(1,2]"), ("x+1", "x+2"), ("x<2", "x>2"), ("2-3i", "2+3i"), ("five", "5"), ("", "0"),
+    ("1" + 20 * "0", "1" + 19 * "0" + "1"), ("Monday", "Tuesday"), (r"\boxed{yadseuT}", "Tuesday"),
+    (r"\boxed{C}", r"\text{(B)}"), ("no idea", "5"), ("1/0", "1"), ("((((((((((", "1"), ("\\frac" * 100, "1"),
+]  # fmt: skip
+
+
+def test_math_verify_knows_equal_values_in_every_notation():
+    found = {pair: math_verify(["p"], [pair[0]], [pair[1]])[0] for pair in EQUAL}
+    assert [pair for pair, score in found.items() if score != 1.0] == []
+
+
+def test_math_verify_tells_different_values_apart():
+    found = {pair: math_verify(["p"], [pair[0]], [pair[1]])[0] for pair in DIFFERENT}
+    assert [pair for pair, score in found.items() if score != 0.0] == []
+
+
+def test_math_verify_in_a_scoring_process_refuses_a_truth_that_is_none():
     scorer = Scorer(RewardConfig(function="hybridflow.rewards.verifiers:math_verify", timeout=30))
-    truth = ["1/2", r"\frac{1}{2}", r"$x^2+2x+1$", "1/2", "so 1 + 1 = 2 #### 2", ""]
-    responses = [r"It is $\frac{2}{4}$.", "0.5", r"\boxed{(x+1)^2}", "0.6", "The answer is 2", "1"]
-    scores = scorer.score(["p"] * len(truth), responses, truth)
+    scores = scorer.score(["p"] * 3, [r"It is $\frac{2}{4}$.", "0.6", "1"], ["1/2", "1/2", ""])
     scorer.close()
-    assert scores.rewards[:5] == [1.0, 1.0, 1.0, 0.0, 1.0]
-    assert scores.errors[:5] == [None] * 5
-    assert scores.errors[5] and "the ground truth '' is no mathematical expression" in scores.errors[5]
+    assert scores.rewards[:2] == [1.0, 0.0] and scores.errors[:2] == [None, None]
+    assert scores.errors[2] and "the ground truth '' is no mathematical expression" in scores.errors[2]
 
 
 def test_reasoning_gym_scores_with_the_tasks_own_scorer_and_keeps_solved_apart():
@@ -72,6 +145,15 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer_and_keeps_solved_apart()
     assert [s["solved"] for s in reasoning_gym(*args)] == [True, True, False, False]
     assert [s["score"] for s in reasoning_gym(*args, partial=False)] == [1.0, 1.0, 0.0, 0.0]
     assert [s["score"] for s in reasoning_gym(*args, extract="number")] == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_an_answer_that_makes_the_tasks_scorer_fail_is_wrong_but_a_broken_scorer_fails():
+    item = {"question": "?", "answer": "2 × 2", "metadata": {"number": 4, "factors": [2, 2]}}
+    info = {"task": "prime_factorization", "item": item}
+    scores = reasoning_gym(["?"] * 2, ["no idea", "2 × 2"], ["2 × 2"] * 2, [info] * 2)
+    assert [s["score"] for s in scores] == [0.0, 1.0]
+    with pytest.raises(ValueError, match="invalid literal"):
+        reasoning_gym(["?"], ["2 × 2"], ["two"], [{**info, "item": {**item, "answer": "two"}}])
 
 
 def test_reasoning_gym_scores_in_a_scoring_process():
