@@ -9,12 +9,13 @@ cannot hold is refused at once with the arithmetic instead of waiting for resour
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,9 +23,15 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.config import PoolConfig
+from hybridflow.controller import outside
 from hybridflow.controller.process import DeviceProcess, Place
-from hybridflow.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
+from hybridflow.errors import ConfigError, PlacementError, WorkerError
 from hybridflow.platform import CPU, CUDA, Platform
+
+if TYPE_CHECKING:
+    from hybridflow.controller.group import DataFuture
+
+log = logging.getLogger(__name__)
 
 KINDS = ("device", "cpu")
 _PREFIX = "hybridflow:"
@@ -125,52 +132,36 @@ def build_pools(configs: Mapping[str, PoolConfig]) -> dict[str, ResourcePool]:
     }
 
 
-_SETTLE = 3.0
-"""Seconds for the other ranks of a failed call to answer too before the pool counts as stuck in it."""
-
-
 @dataclass
 class Failure:
-    """A call that failed, and the answers it still waits for.
+    """A call that failed, as a pool remembers it.
 
     Attributes:
-        role: the role that was called.
-        error: what the driver was told.
-        raised: for each rank that has answered, whether it raised.
-        pending: references of the ranks that have not answered, to their rank.
+        error: what the driver was told, or is to be told.
+        ended: ranks that did not leave the call, so that their processes were ended.
+        cancelled: ranks that were interrupted inside of it.
+        dead: whether processes of the pool are gone.
+        apart: whether its ranks no longer agree on what has happened: it went on here, and failed or stopped there.
+        told: whether the driver has been told.
     """
 
-    role: str
     error: WorkerError
-    raised: dict[int, bool]
-    pending: dict[Any, int]
-
-    def refresh(self) -> None:
-        """Take note of ranks that have answered since; those on their way get a moment."""
-        if not self.pending:
-            return
-        ready, _ = ray.wait(list(self.pending), num_returns=len(self.pending), timeout=_SETTLE)
-        for ref in ready:
-            rank = self.pending.pop(ref)
-            try:
-                self.raised[rank] = ray.get(ref).error is not None
-            except RayError:
-                self.raised[rank] = True
+    ended: list[int]
+    cancelled: list[int]
+    dead: bool
+    apart: bool
+    told: bool = False
 
     @property
-    def dead(self) -> bool:
-        return isinstance(self.error, WorkerDiedError)
-
-    @property
-    def blocks_pool(self) -> bool:
-        """Whether other roles of the pool cannot be called either: a process is gone or still inside the call."""
-        return self.dead or bool(self.pending)
-
-    @property
-    def blocks_role(self) -> bool:
-        """Whether the role is broken: its ranks no longer agree on what has happened. Where every rank refused the
-        call alike (a wrong argument), they still do."""
-        return self.blocks_pool or len(set(self.raised.values())) > 1
+    def consequence(self) -> str:
+        """What it has done to its role or pool; empty where every rank refused alike (a wrong argument, say)."""
+        if self.ended:
+            return f"the processes of ranks {self.ended}, which did not leave it, were ended"
+        if self.dead:
+            return "its process is gone"
+        if self.cancelled:
+            return f"it was cancelled on ranks {self.cancelled}"
+        return "it succeeded on some ranks and not on others" if self.apart else ""
 
 
 class ResourcePool:
@@ -199,6 +190,8 @@ class ResourcePool:
         self.processes: list[Any] = []
         self.places: list[Place] = []
         self.failures: list[Failure] = []
+        self.num_failures = 0
+        self.open_calls: set[DataFuture] = set()
         # Two threads of a driver must not interleave the calls they queue on the ranks: collectives would cross.
         self.lock = threading.Lock()
         self._group: Any = None
@@ -240,9 +233,11 @@ class ResourcePool:
         return self
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Let the workers close what they hold (``timeout`` seconds at most), then free everything."""
-        blocked = any(failure.blocks_pool for failure in self.failures)
-        if self.started and not blocked and ray.is_initialized():
+        """Cancel what runs, let workers close what they hold (at most ``timeout`` seconds), then free everything."""
+        dead = any(failure.dead for failure in self.failures)
+        if self.started and not dead and ray.is_initialized():
+            if self.open_calls:
+                outside.interrupt(self.places)
             with contextlib.suppress(RayError):
                 ray.get([process.close.remote() for process in self.processes], timeout=timeout)
         self.kill()
@@ -253,31 +248,60 @@ class ResourcePool:
             for process in self.processes:
                 ray.kill(process)
             # Their sockets and memory are free only once they are gone.
-            gone = [process.place.remote("") for process in self.processes]
+            gone = [process.place.remote("", "") for process in self.processes]
             ray.wait(gone, num_returns=len(gone), timeout=10.0) if gone else None
             if self._group is not None:
                 remove_placement_group(self._group)
         self.processes, self.places, self.failures, self._group = [], [], [], None
+        self.open_calls.clear()
+
+    def finish(self) -> None:
+        """Wait for the calls whose futures nobody has read.
+
+        Raises:
+            WorkerError: of the first one that failed without the driver being told.
+        """
+        for call in list(self.open_calls):
+            if not call.done():
+                log.info("pool %r: waiting for %r, which nobody has read", self.name, call)
+            call.wait()
+        for failure in self.failures:
+            if not failure.told:
+                failure.error.add_note("It was an asynchronous call, and nobody has read its future.")
+                raise failure.error
 
     def __enter__(self) -> ResourcePool:
         return self if self.started else self.start()
 
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.stop()
 
     def __repr__(self) -> str:
         state = f"{self.platform.device_type}, running" if self.started else "not started"
         return f"ResourcePool({self.name!r}, devices={list(self.devices)}, kind={self.kind!r}, {state})"
 
+    def remember(self, failure: Failure) -> None:
+        """Keep a failure until it has been told and no longer matters; calls queued from now on know of it."""
+        with self.lock:
+            self.num_failures += 1
+            self.failures.append(failure)
+
     def failure_for(self, role: str) -> Failure | None:
-        """The failure that keeps a role of this pool from being called, if there is one."""
-        for failure in list(self.failures):
-            failure.refresh()
-            if not failure.blocks_role:
-                self.failures.remove(failure)
-            elif failure.blocks_pool or failure.role == role:
-                return failure
-        return None
+        """The failure that a call of a role has to tell of: one that breaks the role, or was not told yet."""
+        for call in list(self.open_calls):
+            call.done()  # where it has failed, that is remembered now
+        with self.lock:
+            self.failures = [f for f in self.failures if f.consequence or not f.told]
+            return next((f for f in self.failures if f.dead or f.error.role == role), None)
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """End the processes of some ranks; the pool has to be started again."""
+        for rank in ranks:
+            ray.kill(self.processes[rank])
 
     # ------------------------------------------------------------------------------------------------ start
 
@@ -323,7 +347,7 @@ class ResourcePool:
             )
             threads = max(1, math.floor(self.cores_per_device))
             self.processes.append(options.remote(self.name, rank, self.platform, threads))
-        up = [process.place.remote(address[node]) for process, node in zip(self.processes, node_of, strict=True)]
+        up = [process.place.remote(address[node], node) for process, node in zip(self.processes, node_of, strict=True)]
         self.places = self._wait(up, deadline - time.monotonic(), "start")
 
     def _join_world(self, node_of: list[str], local_rank: list[int], nodes: Sequence[Node], timeout: float) -> None:

@@ -1,14 +1,17 @@
 """The device process: one Ray actor per device of a pool, which hosts every role placed on that pool (fused).
 
 It joins the pool's torch.distributed world once, creates workers by role, and runs one method at a time. The
-invariant: whatever a worker raises leaves this process as a WorkerError made of text, so that it arrives even where
-the original exception does not pickle. Only ``pool.py`` starts these processes and only ``group.py`` calls them.
+invariants: whatever a worker raises leaves this process as a WorkerError made of text, so that it arrives even where
+the original exception does not pickle; and behind a call that failed here nothing runs that was queued before the
+driver knew, so that ranks never pair the collectives of different calls. Only ``pool.py`` starts these processes and
+only ``group.py`` calls them.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,13 +36,36 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """A rank may wait this long for its peers in a collective: longer than any rollout, shorter than a night."""
 
 
+INTERRUPT = signal.SIGUSR1
+"""What the driver sends a process that is still inside a call which has failed elsewhere."""
+
+
+class CallCancelled(BaseException):
+    """Raised inside a running method by :data:`INTERRUPT`; no ``except Exception`` of a worker takes it."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a device process runs."""
+    """Where a device process runs.
+
+    Attributes:
+        rank: rank in the pool.
+        node: address of the node.
+        pid: process id on the node.
+        node_id: Ray's id of the node.
+        device: ``GPU 3``, by the node's own count, or ``CPU``.
+        log: file on the node that has what the process writes to standard error.
+    """
 
     rank: int
     node: str
     pid: int
+    node_id: str = ""
+    device: str = "CPU"
+    log: str = ""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on node {self.node}"
 
 
 @dataclass(frozen=True)
@@ -89,10 +115,15 @@ class DeviceProcess:
         self.roles = Roles(pool)
         self.peers = MappingProxyType(self.roles)
         self._store: TCPStore | None = None
+        self._inside_method = False
+        self._failed: tuple[int, str] = (-1, "")
+        signal.signal(INTERRUPT, self._cancel)
 
-    def place(self, node: str) -> Place:
+    def place(self, node: str, node_id: str) -> Place:
         """Answers once the process is up."""
-        return Place(rank=self.rank, node=node, pid=os.getpid())
+        device = f"GPU {os.environ['CUDA_VISIBLE_DEVICES']}" if self.platform.is_cuda else "CPU"
+        log = os.readlink("/proc/self/fd/2")
+        return Place(self.rank, node, os.getpid(), node_id, device, log)
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0 serves the world's store on a port that the system chooses, so that no other process can take it."""
@@ -139,15 +170,28 @@ class DeviceProcess:
 
         return self._answer(role, "create", None, construct)
 
-    def call(self, role: str, method: str, step: int | None, payload: Payload, wanted: bool) -> Answer:
-        """Run one method. Where its output is not ``wanted`` (a rank that does not answer), it stays here."""
+    def call(self, role: str, method: str, step: int | None, payload: Payload, wanted: bool, failures: int) -> Answer:
+        """Run one method.
+
+        Args:
+            wanted: whether the output is; else it stays here.
+            failures: how many failed calls of the pool the driver knew of when it queued this one. Behind one that it
+                did not know of the method does not run.
+        """
+        known, behind = self._failed
+        if failures <= known:
+            cause = f"not run, because {behind}, queued before it, failed on this rank"
+            return Answer(error=WorkerError(role, self.rank, method, step, cause))
 
         def run() -> Any:
             args, kwargs = payload
             value = getattr(self.roles[role], method)(*args, **kwargs)
             return value if wanted else None
 
-        return self._answer(role, method, step, run)
+        answer = self._answer(role, method, step, run)
+        if answer.error is not None:
+            self._failed = failures, f"{role}.{method}"
+        return answer
 
     def close(self) -> None:
         """Let every worker release what outlives the process, last created first."""
@@ -156,11 +200,20 @@ class DeviceProcess:
 
     def _answer(self, role: str, method: str, step: int | None, run: Callable[[], Any]) -> Answer:
         try:
-            return Answer(value=run())
+            try:
+                self._inside_method = True
+                value = run()
+            finally:
+                self._inside_method = False
+            return Answer(value=value)
         # sys.exit in a worker would end the process without a word to the driver.
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, CallCancelled) as error:
             cause, text = describe_exception(error)
             return Answer(error=WorkerError(role, self.rank, method, step, cause, text))
+
+    def _cancel(self, *_: object) -> None:
+        if self._inside_method:
+            raise CallCancelled("the call has failed on another rank, or its time is over")
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:

@@ -30,7 +30,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 Prepare = Callable[[DataProto], DataProto]
 SpreadBy = Callable[[DataProto, int, "RunConfig"], Sequence[Sequence[int]]]
 
-RESERVED_PARAMETERS = ("blocking",)
+RESERVED_PARAMETERS = ("blocking", "timeout")
 """Keyword arguments that the driver's side of a method adds."""
 
 

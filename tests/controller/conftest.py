@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,19 @@ def fresh_pool(ray_session: str) -> Iterator[ResourcePool]:
 def group_on(pool: ResourcePool, role: str, worker: type = Echo, tp: int = 1, **options: float) -> WorkerGroup:
     """A role that fills the pool."""
     return WorkerGroup(pool, role, worker, ParallelLayout.on(pool.size, tp=tp), RunConfig(name="test"), **options)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    """The processes that still run after at most this time."""
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -117,6 +118,42 @@ class Echo(Worker):
         found.append(value)
 
     @register(Protocol.ONE_TO_ALL)
+    def adopt(self, role: str, key: str) -> tuple[bool, int]:
+        """Take a peer's object as one's own: whether it is the very object, and its identity."""
+        peer = self.context.peers[role]
+        assert isinstance(peer, Echo)
+        self.items[key] = peer.items[key]
+        return self.items[key] is self.context.peers[role].items[key], id(self.items[key])  # type: ignore[attr-defined]
+
+    @register(Protocol.ONE_TO_ALL)
+    def identity(self, key: str) -> int:
+        return id(self.items[key])
+
+    @register(Protocol.ONE_TO_ALL)
+    def crash(self, rank: int, how: str) -> None:
+        """End this process without a word, as a bug in native code does; the others wait for it in a collective."""
+        if self.context.rank == rank:
+            if how == "segfault":
+                ctypes.string_at(0)
+            os._exit(7)
+        dist.all_reduce(torch.zeros(1))
+
+    @register(Protocol.ONE_TO_ALL)
+    def count_to(self, number: int, path: str) -> int:
+        """Write how far it has come, forever if need be: a long computation in Python."""
+        for i in range(number):
+            with open(f"{path}.{self.context.rank}", "w") as f:
+                f.write(str(i))
+            time.sleep(0.01)
+        return number
+
+    @register(Protocol.ONE_TO_ALL)
+    def fail_or_count(self, failing: int, path: str) -> int:
+        if self.context.rank == failing:
+            raise RuntimeError("bad batch")
+        return self.count_to(10**9, path)
+
+    @register(Protocol.ONE_TO_ALL)
     def fail(self, kind: str, ranks: list[int] | None = None) -> str:
         if ranks is not None and self.context.rank not in ranks:
             return "fine"
@@ -141,6 +178,12 @@ class Echo(Worker):
                 f.write(str(os.getpid()))
             time.sleep(600)
         dist.all_reduce(torch.zeros(1))
+
+    @register(Protocol.ONE_TO_ALL)
+    def reduce_among(self, ranks: list[int]) -> None:
+        """A collective that ranks outside of ``ranks`` do not join: the others hang in it."""
+        if self.context.rank in ranks:
+            dist.all_reduce(torch.zeros(1))
 
     @register(Protocol.ONE_TO_ALL)
     def nap(self, seconds: float, ranks: list[int] | None = None) -> float:

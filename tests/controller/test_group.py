@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pydoc
+import re
 import signal
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PerRank, Protocol
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.workers.base import Worker, register
-from tests.controller.conftest import group_on
+from tests.controller.conftest import group_on, wait_until_gone
 from tests.controller.echo import Echo, LoudEcho, Refuses
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
@@ -93,6 +94,8 @@ def test_fused_roles_share_objects_in_one_process(pool: ResourcePool):
     rollout.append_to_peer("fused_actor", "weights", 2)
     assert actor.peer_item("fused_actor", "weights") == [[1, 2], [1, 2]]
     assert actor.facts()[0]["pid"] == rollout.facts()[0]["pid"]
+    same, identities = zip(*rollout.adopt("fused_actor", "weights"), strict=True)
+    assert same == (True, True) and list(identities) == actor.identity("weights"), "one object, not a copy"
     with pytest.raises(WorkerError, match="role 'critic' has no worker in this process of pool 'main'"):
         rollout.peer_item("critic", "weights")
 
@@ -109,25 +112,31 @@ def test_an_override_keeps_its_registration_and_a_path_names_a_class(pool: Resou
 def test_methods_show_the_workers_signature_and_docstring(pool: ResourcePool):
     group = group_on(pool, "signature")
     assert str(inspect.signature(group.by_replica)) == (
-        "(batch: 'DataProto', scale: 'int' = 1, *, tag: 'str' = 'none', blocking: bool = True) -> 'DataProto'"
+        "(batch: 'DataProto', scale: 'int' = 1, *, tag: 'str' = 'none', blocking: bool = True, "
+        "timeout: float | None = None) -> 'DataProto'"
     )
     shown = pydoc.plain(pydoc.render_doc(group.facts))
-    assert "facts(*, blocking: bool = True)" in shown and "Where this rank stands." in shown
+    assert (
+        "facts(*, blocking: bool = True, timeout: float | None = None)" in shown and "Where this rank stands." in shown
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument 'scall'"):
         group.by_replica(numbers(2), scall=2)
 
 
 def test_an_unknown_method_lists_those_there_are(pool: ResourcePool):
     group = group_on(pool, "unknown")
-    with pytest.raises(AttributeError, match=r"role 'unknown' has no method 'generate'.*by_rank, by_replica, fact"):
+    with pytest.raises(
+        AttributeError, match=r"role 'unknown' has no method 'generate'. Registered methods: adopt, append"
+    ):
         group.generate(numbers(1))
 
 
 def test_describe_names_ranks_processes_and_coordinates(pool: ResourcePool):
     lines = group_on(pool, "shown", tp=2).describe().splitlines()
     assert lines[0] == "WorkerGroup('shown': Echo on pool 'main', tp2 pp1 cp1 dp1)"
-    assert lines[2].split() == ["0", pool.places[0].node, str(pool.places[0].pid), "0", "0", "0", "0", "*"]
-    assert lines[3].split() == ["1", pool.places[1].node, str(pool.places[1].pid), "0", "0", "0", "1"]
+    assert lines[1].split() == ["rank", "node", "device", "pid", "dp", "pp", "cp", "tp"]
+    assert lines[2].split() == ["0", pool.places[0].node, "CPU", str(pool.places[0].pid), "0", "0", "0", "0", "*"]
+    assert lines[3].split() == ["1", pool.places[1].node, "CPU", str(pool.places[1].pid), "0", "0", "0", "1"]
 
 
 def test_a_layout_has_to_fill_the_pool_and_names_must_not_clash(pool: ResourcePool):
@@ -213,56 +222,201 @@ def test_a_call_that_failed_on_some_ranks_only_breaks_its_role_but_not_its_pool(
     with pytest.raises(WorkerError) as error:
         group.nap(0.0)
     assert "split.nap failed" in str(error.value) and error.value.method == "nap"
+    assert "not called, because the role on pool 'main' is broken" in error.value.cause
     assert "since split.fail failed on rank 0 in step 4 (ValueError: asked to fail with value)" in error.value.cause
     assert "it succeeded on some ranks and not on others" in error.value.cause
 
 
-def test_a_blocking_call_with_a_timeout_names_the_silent_ranks_and_recovers_once_they_answer(pool: ResourcePool):
-    group = group_on(pool, "slow", timeout=0.5)
-    with pytest.raises(WorkerError, match=r"TimeoutError: no answer within 0.5 s from ranks \[1\] of 2"):
-        group.nap(8.0, ranks=[1])
-    with pytest.raises(WorkerError, match=r"ranks \[1\] are still inside it"):
-        group.nap(0.0)
-    time.sleep(5.0)
-    assert group.nap(0.0) == [0.0, 0.0]
-
-
-def test_a_rank_that_raises_is_reported_at_once_while_its_peer_hangs_in_a_collective(fresh_pool: ResourcePool):
+def test_a_rank_that_raises_is_reported_soon_and_its_peer_does_not_hang_in_the_collective(fresh_pool: ResourcePool):
     group, other = group_on(fresh_pool, "actor", tp=2), group_on(fresh_pool, "reference")
     group.step = 8
+    pids = [place.pid for place in fresh_pool.places]
     before = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor\.fail_in_collective failed on rank 1 in step 8.*no gradient today"):
         group.fail_in_collective(1)
     assert time.monotonic() - before < 5.0
+    assert wait_until_gone(pids[:1], 5.0) == [], "a process in a collective heeds nothing else"
+    assert wait_until_gone(pids[1:], 0.0) == pids[1:], "the one that raised is left"
     for role in (group, other):
         with pytest.raises(WorkerError) as error:
             role.facts()
         assert "pool 'fresh' is broken since actor.fail_in_collective failed on rank 1 in step 8" in error.value.cause
-        assert "no gradient today" in error.value.cause and "ranks [0] are still inside it" in error.value.cause
+        assert "no gradient today" in error.value.cause
+        assert "the processes of ranks [0], which did not leave it, were ended" in error.value.cause
         assert "Stop the pool, start it again" in error.value.cause
     fresh_pool.stop()
     with fresh_pool:
         assert group_on(fresh_pool, "actor", tp=2).sum_of_ranks() == [3.0, 3.0], "a broken pool starts anew"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_reported_by_name_within_seconds(fresh_pool: ResourcePool, tmp_path: Path, victim: int):
+def test_a_failed_call_is_cancelled_where_it_still_computes_and_other_roles_go_on(pool: ResourcePool, tmp_path: Path):
+    group, other = group_on(pool, "cancelled"), group_on(pool, "cancelled_peer")
+    before = time.monotonic()
+    with pytest.raises(WorkerError, match=r"cancelled\.fail_or_count failed on rank 0: RuntimeError: bad batch"):
+        group.fail_or_count(0, str(tmp_path / "count"))
+    assert time.monotonic() - before < 4.0
+    stopped_at = (tmp_path / "count.1").read_text()
+    assert int(stopped_at) > 0
+    assert other.sum_of_ranks() == [3.0, 3.0], "the processes and their world live on"
+    assert (tmp_path / "count.1").read_text() == stopped_at
+    with pytest.raises(
+        WorkerError, match=r"not called, because the role.*bad batch\): it was cancelled on ranks \[1\]"
+    ):
+        group.nap(0.0)
+
+
+def test_what_was_queued_behind_a_failed_call_does_not_run(pool: ResourcePool, tmp_path: Path):
+    # Rank 0 raises and would go on to the second call's collective, which rank 1 is not in yet.
+    group, other = group_on(pool, "queued"), group_on(pool, "queued_peer")
+    first = group.fail_or_count(0, str(tmp_path / "count"), blocking=False)
+    second = other.sum_of_ranks(blocking=False)
+    with pytest.raises(
+        WorkerError, match="not run, because queued.fail_or_count, queued before it, failed on this rank"
+    ):
+        second.result()
+    with pytest.raises(WorkerError, match="bad batch"):
+        first.result()
+
+
+# ---------------------------------------------------------------------------------------------- unread futures
+
+
+def test_a_failure_of_an_unread_future_is_told_by_the_next_call_of_its_role(pool: ResourcePool):
+    group, other = group_on(pool, "unread"), group_on(pool, "unread_peer")
+    group.step = 7
+    future = group.fail("value", blocking=False)
+    future.wait()
+    assert other.nap(0.0) == [0.0, 0.0], "another role is not concerned"
+    group.step = 8
+    with pytest.raises(WorkerError) as error:
+        group.nap(0.0)
+    told = error.value
+    assert (told.role, told.method, told.step) == ("unread", "nap", 8)
+    assert re.search(
+        r"not called, because unread\.fail failed on rank \d in step 7 \(ValueError: asked to fail with value\) and "
+        r"nobody has read its future\. The role itself is whole",
+        told.cause,
+    )
+    assert "in fail" in told.traceback
+    assert group.nap(0.0) == [0.0, 0.0], "it is told once"
+    with pytest.raises(WorkerError, match="unread.fail failed .* in step 7"):
+        future.result()
+
+
+def test_a_failure_that_was_read_is_not_told_again(pool: ResourcePool):
+    group = group_on(pool, "read")
+    future = group.fail("value", blocking=False)
+    with pytest.raises(WorkerError):
+        future.result()
+    assert group.nap(0.0) == [0.0, 0.0]
+
+
+def test_the_end_of_a_pool_waits_for_unread_calls_and_tells_of_their_failures(ray_session: str, tmp_path: Path):
+    with pytest.raises(WorkerError, match="late.fail failed on rank 0: ValueError") as error:
+        with ResourcePool("late", [1], cores_per_device=0.5) as pool:
+            group = group_on(pool, "late")
+            group.count_to(50, str(tmp_path / "count"), blocking=False)
+            group.fail("value", blocking=False)
+    assert (tmp_path / "count.0").read_text() == "49", "a call that was asked for is not cut off"
+    assert error.value.__notes__ == ["It was an asynchronous call, and nobody has read its future."]
+    assert not pool.started
+    with pytest.raises(KeyError, match="the driver's own"):
+        with ResourcePool("late", [1], cores_per_device=0.5) as pool:
+            group_on(pool, "late").nap(60.0, blocking=False)
+            raise KeyError("the driver's own")
+
+
+# --------------------------------------------------------------------------------------------------- timeouts
+
+
+def test_a_call_that_is_over_its_time_says_who_is_silent_and_where_and_is_cancelled(pool: ResourcePool):
+    group, other = group_on(pool, "slow"), group_on(pool, "slow_peer")
+    before = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        group.nap(60.0, ranks=[1], timeout=0.5)
+    assert time.monotonic() - before < 4.0
+    found = error.value
+    assert (found.rank, found.method) == (1, "nap")
+    assert f"TimeoutError: no answer within 0.5 s from ranks [1] of 2 ({pool.places[1]})" in found.cause
+    line = next(i for i, line in enumerate(inspect.getsourcelines(Echo.nap)[0]) if "time.sleep" in line)
+    line += inspect.getsourcelines(Echo.nap)[1]
+    assert found.traceback.splitlines() == [
+        f"rank 1 ({pool.places[1]}) stands at",
+        f"    echo.py:{line} in Echo.nap",
+    ]
+    with pytest.raises(WorkerError, match=r"not called.*within 0.5 s.*it was cancelled on ranks \[1\]"):
+        group.nap(0.0)
+    assert other.nap(0.0) == [0.0, 0.0]
+
+
+def test_the_time_of_an_asynchronous_call_counts_from_its_submission(pool: ResourcePool):
+    group = group_on(pool, "slow_future", timeout=0.3)  # what a call gets that names none
+    future = group.nap(60.0, blocking=False)
+    time.sleep(0.5)
+    with pytest.raises(WorkerError, match=r"nap failed on rank 0.*within 0.3 s from ranks \[0, 1\].*nobody has read"):
+        group.nap(0.0)
+    with pytest.raises(WorkerError, match="TimeoutError"):
+        future.result()
+
+
+def test_a_rank_that_hangs_in_a_collective_after_its_time_is_ended(fresh_pool: ResourcePool):
+    group = group_on(fresh_pool, "actor", tp=2)
+    with pytest.raises(WorkerError) as error:
+        group.reduce_among([0], timeout=0.5)
+    assert "no answer within 0.5 s from ranks [0] of 2" in error.value.cause
+    assert re.search(r"distributed_c10d.py:\d+ in all_reduce", error.value.traceback)
+    assert "in Echo.reduce_among" in error.value.traceback
+    with pytest.raises(WorkerError, match=r"the processes of ranks \[0\], which did not leave it, were ended"):
+        group.facts()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_time_that_is_none_is_refused(pool: ResourcePool, timeout: float):
+    with pytest.raises(ConfigError, match=r"no_time\.nap\(timeout=.*\): give seconds above 0"):
+        group_on(pool, "no_time").nap(0.0, timeout=timeout)
+
+
+# ------------------------------------------------------------------------------------------------------ deaths
+
+
+def test_a_killed_process_is_reported_by_name_within_seconds(fresh_pool: ResourcePool, tmp_path: Path):
     group = group_on(fresh_pool, "actor", tp=2)
     group.step = 5
     started = tmp_path / "started"
-    future = group.reduce_while_waiting_for(victim, str(started), blocking=False)
+    future = group.reduce_while_waiting_for(1, str(started), blocking=False)
     while not (started.exists() and started.read_text()):
         time.sleep(0.02)
     time.sleep(0.5)  # the peer waits in all_reduce by now
     pid = int(started.read_text())
-    assert pid == fresh_pool.places[victim].pid
+    assert pid == fresh_pool.places[1].pid
     os.kill(pid, signal.SIGKILL)
     before = time.monotonic()
     with pytest.raises(WorkerDiedError) as error:
         future.result()
     assert time.monotonic() - before < 10.0
     died = error.value
-    assert (died.role, died.rank, died.method, died.step) == ("actor", victim, "reduce_while_waiting_for", 5)
-    assert f"pid {pid} on node" in died.cause and "Worker exit type" in died.cause
+    assert (died.role, died.rank, died.method, died.step) == ("actor", 1, "reduce_while_waiting_for", 5)
+    assert died.cause == (
+        f"the process is gone (pid {pid} on node {fresh_pool.places[1].node}): it was killed, crashed or exited "
+        f"without a word (Ray's SYSTEM_ERROR, end of file); its log: {fresh_pool.places[1].log}"
+    )
     with pytest.raises(WorkerDiedError, match=r"pool 'fresh' is broken since actor.*its process is gone"):
         group.facts()
+
+
+def test_a_process_killed_between_two_calls_is_reported_by_the_next(fresh_pool: ResourcePool):
+    group = group_on(fresh_pool, "actor", tp=2)
+    os.kill(fresh_pool.places[0].pid, signal.SIGTERM)
+    assert wait_until_gone([fresh_pool.places[0].pid], 5.0) == []
+    before = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"actor\.sum_of_ranks failed on rank 0.*receives a SIGTERM"):
+        group.sum_of_ranks()
+    assert time.monotonic() - before < 10.0
+
+
+def test_a_crash_in_native_code_is_named_by_the_process_log(fresh_pool: ResourcePool):
+    with pytest.raises(WorkerDiedError) as error:
+        group_on(fresh_pool, "actor", tp=2).crash(1, "segfault")
+    assert error.value.rank == 1 and "\n" not in error.value.cause
+    assert "it crashed: Segmentation fault in string_at (__init__.py, line" in error.value.cause
+    assert error.value.cause.endswith(f"its log: {fresh_pool.places[1].log}")

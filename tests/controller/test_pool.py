@@ -15,26 +15,10 @@ from hybridflow.controller.pool import ResourcePool, cluster_nodes
 from hybridflow.errors import PlacementError
 from hybridflow.platform import CPU, CUDA
 from tests.conftest import RAY_ENVIRONMENT
-from tests.controller.conftest import group_on
+from tests.controller.conftest import alive, group_on, wait_until_gone
 from tests.controller.echo import LoudEcho
 
 pytestmark = [pytest.mark.ray, pytest.mark.distributed]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
-    """The processes that still run after at most this time."""
-    deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
 
 
 def test_every_process_knows_its_rank_and_the_world_reduces_over_all(pool: ResourcePool):
@@ -158,7 +142,7 @@ TWO_NODES = """
     import ray
     from ray.cluster_utils import Cluster
     from hybridflow.controller.pool import ResourcePool, cluster_nodes
-    from hybridflow.errors import PlacementError
+    from hybridflow.errors import PlacementError, WorkerError
     from tests.controller.conftest import group_on
     small = dict(num_gpus=0, object_store_memory=80 * 2**20)
     cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=4, include_dashboard=False, **small))
@@ -175,6 +159,12 @@ TWO_NODES = """
         assert group.sum_of_ranks() == [6.0] * 3
         local = [(f["environment"]["LOCAL_RANK"], f["environment"]["LOCAL_WORLD_SIZE"]) for f in group.facts()]
         assert local == [("0", "1"), ("0", "2"), ("1", "2")], local
+        try:  # the stack is taken, and the process is interrupted, on its own node
+            group.nap(600.0, ranks=[2], timeout=1.0)
+        except WorkerError as error:
+            assert "no answer within 1 s from ranks [2] of 3" in error.cause, error
+            assert "in Echo.nap" in error.traceback, error
+        assert group_on(pool, "other").sum_of_ranks() == [6.0] * 3, "it was interrupted, not ended"
     ray.shutdown()
     cluster.shutdown()
     print("two nodes")
