@@ -2,9 +2,11 @@
 
     python benchmarks/against_trl.py                     # 0.46 M parameters
     python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M
+    python benchmarks/against_trl.py --vllm              # TRL's vLLM mode too (compiling vLLM takes it two minutes)
 
-TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers). It may use both
-cores in one process (its better setting of 1 and 2 threads is taken); HybridFlow runs one device process a core.
+TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers; vLLM is this
+environment's). It may use both cores in one process (its better setting is taken); HybridFlow runs one device process a
+core.
 Responses run to ``--max-tokens`` unless the random model happens to draw its end id, which is the same chance in both.
 """
 
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from hybridflow.data import demo
@@ -35,6 +39,9 @@ def trl_python() -> str:
         pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, PINS[0]], check=True, stderr=subprocess.DEVNULL)
         subprocess.run([*pip, *PINS], check=True, stderr=subprocess.DEVNULL)
+        # What TRL's environment lacks (vLLM and its dependencies) is found in this one.
+        folder = next((ROOT / "trl" / "lib").glob("python*")) / "site-packages"
+        (folder / "fallback.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return str(python)
 
 
@@ -66,16 +73,17 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def run_trl(args: argparse.Namespace, assets: Path, threads: int) -> list[float]:
-    """Seconds of each measured step."""
+def run_trl(args: argparse.Namespace, assets: Path, threads: int, vllm: bool = False) -> list[float]:
+    """Response tokens a second of each measured step."""
     command = [
         trl_python(), "benchmarks/peers/trl_grpo.py",
         "--model", str(assets / "model"), "--prompts", str(assets / "prompts.jsonl"),
         "--prompts-per-step", str(args.prompts), "--samples", str(args.samples), "--max-tokens", str(args.max_tokens),
         "--steps", str(args.steps + WARM_UP), "--warm-up", str(WARM_UP), "--threads", str(threads),
-        "--out", str(ROOT / "trl_out"),
+        "--out", str(ROOT / "trl_out"), *(["--vllm"] if vllm else []),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise SystemExit(f"TRL failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -112,6 +120,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vllm", action="store_true", help="also measure TRL's colocated vLLM mode")
     args = parser.parse_args()
     assets = ROOT / f"assets_{args.hidden}x{args.layers}"
     parameters = make_model(assets, args.hidden, args.layers)
@@ -120,6 +129,8 @@ def main() -> None:
         found["TRL, 1 thread"] += run_trl(args, assets, 1)
         found["HybridFlow"] += run_ours(args, assets)
         found["TRL, 2 threads"] += run_trl(args, assets, 2)
+        if args.vllm:
+            found.setdefault("TRL, vLLM", []).extend(run_trl(args, assets, 2, vllm=True))
     print(
         f"{parameters / 1e6:.2f} M parameters, {args.prompts} x {args.samples} samples, up to {args.max_tokens} tokens"
     )

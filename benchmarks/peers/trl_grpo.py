@@ -31,8 +31,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process (colocate mode)")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    if args.vllm:
+        import vllm._custom_ops as ops
+
+        # With packed weights vLLM's CPU build cannot take new ones, which TRL hands over before every generation.
+        ops._supports_onednn = False
     torch.set_num_threads(args.threads)
     with open(args.prompts) as file:
         rows = [json.loads(line) for line in file]
@@ -66,6 +72,9 @@ def main() -> None:
             disable_tqdm=True,
             dataloader_num_workers=0,
             gradient_checkpointing=False,
+            use_vllm=args.vllm,
+            vllm_mode="colocate",
+            vllm_max_model_length=256,
         ),
     )
     clock.times.append(time.perf_counter())
