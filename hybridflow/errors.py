@@ -22,6 +22,13 @@ class DataError(HybridFlowError, ValueError):
     """A batch, a column or a data row breaks its contract."""
 
 
+class MissingColumn(DataError, KeyError):
+    """A batch has no column of that name; a KeyError too, for ``get`` and ``pop`` of a mapping."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ModelError(HybridFlowError, ValueError):
     """A checkpoint or a tokenizer cannot be used as asked."""
 

@@ -1,19 +1,21 @@
-"""Row operations on one column: the only place where a DataProto's kinds of column differ.
+"""Rows of one column in the memory of this process: the only place where the kinds of column differ.
 
-DataProto (``data.py``) keeps names and rows in agreement and calls these functions for every column. A column is
+A :class:`hybridflow.protocol.remote.Column` says which rows it has and where they are; what is done with rows that are
+here is done by these functions, on a block, which is
 
 - dense: a tensor [B, *trailing];
-- jagged: a nested tensor [B, j, *trailing] with ``layout=torch.jagged`` (``jagged.py``);
+- jagged: a :class:`hybridflow.protocol.jagged.Jagged` (for users a nested tensor [B, j, *trailing]);
 - object: an array of Python objects [B], always of one dimension, also where its cells are lists of equal length.
 
-A further kind of column needs a branch here and nothing in DataProto. Invariant: no function writes to a column it was
-given; dtype and device of a tensor never change except in ``move_column``. Cells of object columns are shared.
+Invariant: no function writes to a block it was given; dtype and device of a tensor never change except in
+``move_block``. Cells of object columns are shared.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,32 +23,66 @@ import torch
 
 from hybridflow.errors import DataError
 from hybridflow.protocol import jagged
-from hybridflow.protocol.jagged import is_jagged
+from hybridflow.protocol.jagged import Jagged, is_jagged
+from hybridflow.protocol.rows import Index
 
-Column = torch.Tensor | np.ndarray
+Block = torch.Tensor | Jagged | np.ndarray
 
 
-def check_column(key: str, column: Any) -> None:
+@dataclass(frozen=True)
+class Signature:
+    """What columns share that can be concatenated and compared.
+
+    Attributes:
+        kind: ``dense``, ``jagged`` or ``object``.
+        dtype: of a tensor's elements.
+        shape: of one row, without the jagged dim.
+        device: where a tensor's elements are.
+    """
+
+    kind: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        if self.kind == "object":
+            return "object [rows]"
+        dims = ", ".join(["rows", *(["j"] if self.kind == "jagged" else []), *map(str, self.shape)])
+        return f"{self.kind} [{dims}] {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+def signature(block: Block) -> Signature:
+    """Kind, dtype, shape of a row and device."""
+    if isinstance(block, np.ndarray):
+        return Signature("object")
+    if isinstance(block, Jagged):
+        values = block.values
+        return Signature("jagged", values.dtype, tuple(values.shape[1:]), str(values.device))
+    return Signature("dense", block.dtype, tuple(block.shape[1:]), str(block.device))
+
+
+def check_value(key: str, value: Any) -> None:
     """Refuse what no row operation could treat right: raises DataError that names the key and the fix."""
-    if isinstance(column, np.ndarray):
-        if column.dtype != object or column.ndim != 1:
+    if not isinstance(key, str):
+        raise DataError(f"column names are strings, not {key!r} ({type(key).__name__}).")
+    if isinstance(value, np.ndarray):
+        if value.dtype != object or value.ndim != 1:
             raise DataError(
-                f"column {key!r} is an array of dtype {column.dtype} and shape {list(column.shape)}; arrays of a "
+                f"column {key!r} is an array of dtype {value.dtype} and shape {list(value.shape)}; arrays of a "
                 f"DataProto have dtype object and one dimension. Build it with DataProto.from_dict(non_tensors=...)."
             )
-    elif not isinstance(column, torch.Tensor):
-        raise DataError(
-            f"column {key!r} is a {type(column).__name__}; tensors go in `tensors`, lists and arrays in `non_tensors`."
-        )
-    elif is_jagged(column):
-        if isinstance(column.shape[1], int):
+    elif not isinstance(value, torch.Tensor):
+        raise DataError(f"column {key!r} is a {type(value).__name__}: give a torch.Tensor [B, ...].")
+    elif is_jagged(value):
+        if isinstance(value.shape[1], int):
             raise DataError(f"column {key!r} is jagged in a dim other than 1: transpose it to [B, j, ...].")
-    elif column.layout != torch.strided or column.is_nested:
+    elif value.layout != torch.strided or value.is_nested:
         raise DataError(
-            f"column {key!r} has layout {column.layout} (nested: {column.is_nested}); use a dense tensor, or "
+            f"column {key!r} has layout {value.layout} (nested: {value.is_nested}); use a dense tensor, or "
             f"DataProto.jagged(rows) for rows of different lengths."
         )
-    elif column.dim() == 0:
+    elif value.dim() == 0:
         raise DataError(f"column {key!r} is a single number without rows; put it in meta_info, or expand it to [B].")
 
 
@@ -70,111 +106,59 @@ def as_objects(key: str, values: Any) -> np.ndarray:
     return cells
 
 
-def check_columns(columns: Mapping[str, Any]) -> None:
-    """Check each column, that names are strings, and that all columns have the same number of rows.
+def empty_block(kind: Signature) -> Block:
+    """A block without rows."""
+    if kind.kind == "object":
+        return np.empty(0, dtype=object)
+    values = torch.empty((0, *kind.shape), dtype=kind.dtype, device=kind.device)
+    return Jagged(values, torch.empty(0, dtype=torch.int64, device=kind.device)) if kind.kind == "jagged" else values
 
-    Raises:
-        DataError: names the column, both numbers of rows and the fix.
+
+def take_rows(block: Block, rows: Index) -> Block:
+    """Rows by number: all of them give the block itself, a range a view of a tensor, an array copies.
+
+    A range of an object column is a new array of the same cells.
     """
-    first: str | None = None
-    for key, column in columns.items():
-        if not isinstance(key, str):
-            raise DataError(f"column names are strings, not {key!r} ({type(key).__name__}).")
-        check_column(key, column)
-        first = key if first is None else first
-        rows, expected = num_rows(column), num_rows(columns[first])
-        if rows != expected:
-            raise DataError(
-                f"column {key!r} has {rows} rows, column {first!r} has {expected}: all columns of a DataProto have the "
-                f"same number of rows. Repeat or drop rows before you combine them."
-            )
+    if isinstance(rows, range):
+        if len(rows) == len(block):
+            return block
+        if isinstance(block, Jagged):
+            return block.slice(rows.start, rows.stop)
+        part = block[rows.start : rows.stop]
+        return part.copy() if isinstance(part, np.ndarray) else part
+    if isinstance(block, np.ndarray):
+        return block[rows]
+    index = torch.from_dlpack(rows)  # row numbers that another process sent are read-only, and from_numpy warns of it
+    if isinstance(block, Jagged):
+        return block.take(index.to(block.lengths.device))
+    return block.index_select(0, index.to(block.device))
 
 
-def num_rows(column: Column) -> int:
-    return int(column.shape[0])
+def concat_blocks(blocks: Sequence[Block]) -> Block:
+    """Rows of all blocks in order; they have one signature."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    if isinstance(first, np.ndarray):
+        return np.concatenate(blocks)  # type: ignore[arg-type]
+    return jagged.concat_jagged(blocks) if isinstance(first, Jagged) else torch.cat(blocks)  # type: ignore[arg-type]
 
 
-def signature(column: Column) -> str:
-    """Kind, dtype, trailing shape and device: columns with one signature can be concatenated and compared."""
-    if isinstance(column, np.ndarray):
-        return "object [rows]"
-    tail = "".join(f", {size}" for size in column.shape[2 if is_jagged(column) else 1 :])
-    kind = f"jagged [rows, j{tail}]" if is_jagged(column) else f"dense [rows{tail}]"
-    return f"{kind} {str(column.dtype).removeprefix('torch.')} on {column.device}"
-
-
-def take_rows(column: Column, rows: torch.Tensor) -> Column:
-    """Copies of rows by number, int64 [N] within 0..B-1, in the order given, repeats allowed."""
-    if isinstance(column, np.ndarray):
-        return column[rows.numpy()]
-    return jagged.take_jagged(column, rows) if is_jagged(column) else column[rows.to(column.device)]
-
-
-def slice_rows(column: Column, start: int, stop: int) -> Column:
-    """Rows ``start:stop``, 0 <= start <= stop <= B: a view of a tensor, a new array of the same cells."""
-    if isinstance(column, np.ndarray):
-        return column[start:stop].copy()
-    return jagged.slice_jagged(column, start, stop) if is_jagged(column) else column[start:stop]
-
-
-def get_row(column: Column, row: int) -> Any:
+def get_row(block: Block, row: int) -> Any:
     """One row without its row dim: a tensor [*trailing] or [length, *trailing] (a view), or a cell."""
-    if is_jagged(column):
-        values, offsets = jagged.jagged_parts(column)  # type: ignore[arg-type]
-        return values[int(offsets[row]) : int(offsets[row + 1])]
-    return column[row]
+    return block.row(row) if isinstance(block, Jagged) else block[row]
 
 
-def repeat_rows(column: Column, times: int, interleave: bool) -> Column:
-    """``times`` copies of each row: side by side if ``interleave`` (0 0 1 1), else block after block (0 1 0 1)."""
-    rows = torch.arange(num_rows(column))
-    return take_rows(column, rows.repeat_interleave(times) if interleave else rows.repeat(times))
-
-
-def common_names(parts: Sequence[Mapping[str, Column]]) -> list[str]:
-    """Names of the columns of parts to concatenate. Raises DataError that names what a part lacks."""
-    names = list(dict.fromkeys(key for part in parts for key in part))
-    for index, part in enumerate(parts):
-        missing = [key for key in names if key not in part]
-        if missing:
-            raise DataError(
-                f"concat: part {index} of {len(parts)} lacks the columns {missing}; it has {list(part)}. Give all "
-                f"parts the same columns, or select the common ones first."
-            )
-    return names
-
-
-def concat_rows(key: str, columns: Sequence[Column]) -> Column:
-    """Rows of all columns in order. Raises DataError that names the key where signatures differ."""
-    first = signature(columns[0])
-    for index, column in enumerate(columns):
-        if signature(column) != first:
-            raise DataError(
-                f"concat: column {key!r} is {first} in part 0 but {signature(column)} in part {index}. Give all parts "
-                f"one dtype, device and trailing shape; rows of different lengths go in DataProto.jagged(rows)."
-            )
-    if isinstance(columns[0], np.ndarray):
-        return np.concatenate(columns)  # type: ignore[arg-type]
-    return jagged.concat_jagged(columns) if is_jagged(columns[0]) else torch.cat(columns)  # type: ignore[arg-type]
-
-
-def first_difference(key: str, left: Column, right: Column) -> int | None:
-    """Number of the first row that differs, or None; NaN equals NaN, also inside of cells.
-
-    Raises:
-        DataError: names the key where signatures differ. Both columns have the same number of rows.
-    """
+def first_difference(left: Block, right: Block) -> int | None:
+    """Number of the first row that differs, or None; NaN equals NaN, also inside of cells. Signatures are equal."""
     if left is right:
         return None
-    if signature(left) != signature(right):
-        raise DataError(
-            f"union: column {key!r} is {signature(left)} on the left but {signature(right)} on the right. Convert one, "
-            f"rename one, or select only one of them."
-        )
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        unequal = (row for row, (a, b) in enumerate(zip(left, right, strict=True)) if not same_value(a, b))
+    if isinstance(left, np.ndarray):
+        unequal = (row for row, (a, b) in enumerate(zip(left, right, strict=True)) if not same_value(a, b))  # type: ignore[arg-type]
         return next(unequal, None)
-    return jagged.jagged_difference(left, right) if is_jagged(left) else jagged.tensor_difference(left, right)
+    if isinstance(left, Jagged):
+        return jagged.jagged_difference(left, right)  # type: ignore[arg-type]
+    return jagged.tensor_difference(left, right)  # type: ignore[arg-type]
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -182,12 +166,13 @@ def same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-            return False
-        if signature_of_cell(a) != signature_of_cell(b):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or is_jagged(a) != is_jagged(b):
             return False
         if is_jagged(a):
-            return jagged.jagged_difference(a, b) is None
+            x, y = Jagged.of(a), Jagged.of(b)
+            return len(x) == len(y) and signature(x) == signature(y) and jagged.jagged_difference(x, y) is None
+        if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            return False
         return jagged.tensor_difference(a.reshape(-1), b.reshape(-1)) is None
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -204,68 +189,23 @@ def same_value(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def signature_of_cell(cell: torch.Tensor) -> tuple[Any, ...]:
-    """What two tensors inside of cells must share to be compared value by value."""
-    if is_jagged(cell):
-        return ("jagged", num_rows(cell), cell.dtype, tuple(cell.shape[2:]), cell.device)
-    return ("dense", tuple(cell.shape), cell.dtype, cell.device)
+def move_block(block: Block, device: torch.device | str) -> Block:
+    """The block on a device; arrays stay where they are. The block itself where it is there already."""
+    return block if isinstance(block, np.ndarray) else block.to(device)
 
 
-def move_column(column: Column, device: torch.device | str) -> Column:
-    """The column on a device; arrays stay where they are. The column itself where it is there already."""
-    return column if isinstance(column, np.ndarray) else column.to(device)
+def clone_block(block: Block) -> Block:
+    """A block of its own memory; cells of an object column are still shared."""
+    return block.copy() if isinstance(block, np.ndarray) else block.clone()
 
 
-def clone_column(column: Column) -> Column:
-    """A column of its own memory; cells of an object column are still shared."""
-    if is_jagged(column):
-        values, offsets = jagged.jagged_parts(column)  # type: ignore[arg-type]
-        return jagged.make_jagged(values.clone(), offsets.clone())
-    return column.copy() if isinstance(column, np.ndarray) else column.clone()
+def object_bytes(cells: np.ndarray) -> int:
+    """Bytes of references and cells, without what cells hold."""
+    sizes = (c.nbytes if isinstance(c, (np.ndarray, torch.Tensor)) else sys.getsizeof(c) for c in cells)
+    return cells.nbytes + sum(sizes)
 
 
-def column_bytes(column: Column) -> int:
-    """Bytes of a tensor's rows (and offsets); of objects, references and cells without what they hold."""
-    if isinstance(column, np.ndarray):
-        cells = (c.nbytes if isinstance(c, (np.ndarray, torch.Tensor)) else sys.getsizeof(c) for c in column)
-        return column.nbytes + sum(cells)
-    if is_jagged(column):
-        return sum(part.nbytes for part in jagged.jagged_parts(column))
-    return column.nbytes
-
-
-def row_numbers(index: Any, size: int) -> torch.Tensor:
-    """Row numbers int64 [N] within 0..size-1 that an index means.
-
-    Args:
-        index: a list, range, array or tensor of integers (negative ones count from the end), or a bool mask [size].
-
-    Raises:
-        DataError: where the index is of another type or dimension, out of range, or a mask of another length.
-    """
-    if isinstance(index, (str, bytes, Mapping)) or not isinstance(index, (Sequence, np.ndarray, torch.Tensor)):
-        raise DataError(
-            f"cannot index rows with a {type(index).__name__}: use an int, a slice, integers or a bool mask."
-        )
-    rows = index.detach().cpu() if isinstance(index, torch.Tensor) else _as_index(index)
-    if rows.dim() != 1:
-        raise DataError(f"the index of rows has shape {list(rows.shape)}; it must have one dimension.")
-    if rows.dtype == torch.bool:
-        if len(rows) != size:
-            raise DataError(f"a mask of {len(rows)} does not fit {size} rows: give one bool a row.")
-        return rows.nonzero().squeeze(1)
-    # An empty list has no dtype of its own and reads as float.
-    if len(rows) and (rows.is_floating_point() or rows.is_complex()):
-        raise DataError(f"the index of rows has dtype {rows.dtype}; use integers or a bool mask.")
-    rows = rows.long()
-    outside = ((rows < -size) | (rows >= size)).nonzero()
-    if len(outside):
-        raise DataError(f"row {int(rows[outside[0]])} is out of range: there are {size} rows, 0 to {size - 1}.")
-    return torch.where(rows < 0, rows + size, rows)
-
-
-def _as_index(index: Any) -> torch.Tensor:
-    try:
-        return torch.as_tensor(np.array(index))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"cannot index rows with {index!r}: use integers or a bool mask ({error}).") from error
+def short(value: Any, limit: int = 200) -> str:
+    """The value's repr for an error message, cut at ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

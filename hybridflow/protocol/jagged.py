@@ -1,11 +1,11 @@
-"""Jagged columns: rows of different lengths kept as one tensor of values and one of offsets, without padding.
+"""Jagged columns: rows of different lengths kept as one tensor of values and one of lengths, without padding.
 
-A jagged column is ``torch.nested`` with ``layout=torch.jagged``: logical shape [B, j, *trailing], values
-[total, *trailing], offsets int64 [B + 1]. torch itself cannot take rows of such a tensor; the functions here can, and
-``columns.py`` calls them wherever a column is jagged.
+Outside, a jagged column is a ``torch.nested`` tensor with ``layout=torch.jagged`` and logical shape [B, j, *trailing].
+Inside it is a :class:`Jagged`: torch cannot take rows of such a tensor, and building one costs 0.1 ms, so the rows are
+moved here and a nested tensor is only built for who reads one.
 
-Invariant: what these functions build is packed: offsets are int64 and start at 0, values hold nothing outside of the
-rows. Row operations work on values and offsets at once, never row by row, and keep dtype and device.
+Invariant: a Jagged is packed: values hold nothing outside of the rows. Row operations work on values and lengths at
+once, never row by row, and keep dtype and device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,75 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from hybridflow.errors import DataError
 
 
-def is_jagged(column: object) -> bool:
-    """Whether a column is a nested tensor with ``layout=torch.jagged``."""
-    # By class: reading `layout` of a nested tensor goes through torch's dispatch, and every row operation asks this.
-    return isinstance(column, NestedTensor)
+def is_jagged(value: object) -> bool:
+    """Whether a value is a nested tensor with ``layout=torch.jagged``."""
+    # By class: reading `layout` of a nested tensor goes through torch's dispatch.
+    return isinstance(value, NestedTensor)
 
 
-def make_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The jagged tensor [B, j, *trailing] of values [total, *trailing] and offsets int64 [B + 1]; no copy."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets)
+class Jagged:
+    """Rows one after another.
+
+    Attributes:
+        values: [total, *trailing].
+        lengths: int64 [B], whose sum is ``total``.
+    """
+
+    __slots__ = ("_offsets", "lengths", "values")
+
+    def __init__(self, values: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor | None = None) -> None:
+        self.values, self.lengths, self._offsets = values, lengths, offsets
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Row i is ``values[offsets[i] : offsets[i + 1]]``; int64 [B + 1], from 0."""
+        if self._offsets is None:
+            self._offsets = offsets_of(self.lengths)
+        return self._offsets
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @staticmethod
+    def of(nested: torch.Tensor) -> Jagged:
+        """The rows of a nested tensor.
+
+        Views where it is packed or a window of packed values; a copy where it has holes (explicit lengths).
+        """
+        assert isinstance(nested, NestedTensor)
+        # The attributes behind values(), offsets() and lengths(), which are the same but for 0.1 ms of dispatch each.
+        values, offsets, lengths = nested._values, nested._offsets.long(), nested._lengths
+        if lengths is not None:
+            return Jagged(gather(values, offsets[:-1], lengths.long()), lengths.long())
+        start, stop = int(offsets[0]), int(offsets[-1])
+        if start or stop != values.shape[0]:
+            values, offsets = values[start:stop], offsets - start
+        return Jagged(values, offsets.diff(), offsets)
+
+    def nested(self) -> torch.Tensor:
+        """The same rows as a nested tensor [B, j, *trailing]; no copy."""
+        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
+
+    def take(self, rows: torch.Tensor) -> Jagged:
+        """Copies of rows by number, int64 [N], in the order given, repeats allowed."""
+        lengths = self.lengths[rows]
+        return Jagged(gather(self.values, self.offsets[:-1][rows], lengths), lengths)
+
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Rows ``start:stop`` as a view; 0 <= start <= stop <= B."""
+        offsets = self.offsets
+        return Jagged(self.values[int(offsets[start]) : int(offsets[stop])], self.lengths[start:stop])
+
+    def row(self, row: int) -> torch.Tensor:
+        """One row, [length, *trailing], a view."""
+        offsets = self.offsets
+        return self.values[int(offsets[row]) : int(offsets[row + 1])]
+
+    def to(self, device: torch.device | str) -> Jagged:
+        return Jagged(self.values.to(device), self.lengths.to(device))
+
+    def clone(self) -> Jagged:
+        return Jagged(self.values.clone(), self.lengths.clone())
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -34,59 +94,27 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [total, *trailing] and offsets int64 [B + 1] of a jagged column, packed.
-
-    A view where the column is packed or a window of packed values; a copy where it has holes (explicit lengths).
-    """
-    assert isinstance(column, NestedTensor)
-    # The attributes behind values(), offsets() and lengths(), which are the same but for 0.1 ms of dispatch each.
-    values, offsets, lengths = column._values, column._offsets.long(), column._lengths
-    if lengths is not None:
-        return gather(values, offsets[:-1], lengths.long())
-    start, stop = int(offsets[0]), int(offsets[-1])
-    if start or stop != values.shape[0]:
-        values, offsets = values[start:stop], offsets - start
-    return values, offsets
-
-
-def gather(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed values and offsets of rows ``values[starts[i] : starts[i] + lengths[i]]``; starts, lengths int64 [B]."""
+def gather(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The rows ``values[starts[i] : starts[i] + lengths[i]]`` one after another; starts, lengths int64 [B]."""
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
-    return values[torch.arange(total, device=values.device) + shift], offsets
+    return values[torch.arange(total, device=values.device) + shift]
 
 
-def take_jagged(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows by number, int64 [N], in the order given, repeats allowed."""
-    values, offsets = jagged_parts(column)
-    rows = rows.to(offsets.device)
-    return make_jagged(*gather(values, offsets[:-1][rows], offsets.diff()[rows]))
+def concat_jagged(parts: Sequence[Jagged]) -> Jagged:
+    """Rows of all parts in order; one dtype, one device, one trailing shape."""
+    return Jagged(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
 
 
-def slice_jagged(column: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Rows ``start:stop`` as a view of the column's values; 0 <= start <= stop <= B."""
-    values, offsets = jagged_parts(column)
-    part = offsets[start : stop + 1]
-    return make_jagged(values[int(part[0]) : int(part[-1])], part - part[0])
-
-
-def concat_jagged(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of all columns in order; one dtype, one device, one trailing shape."""
-    parts = [jagged_parts(column) for column in columns]
-    lengths = torch.cat([offsets.diff() for _, offsets in parts])
-    return make_jagged(torch.cat([values for values, _ in parts]), offsets_of(lengths))
-
-
-def jagged_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:
+def jagged_difference(left: Jagged, right: Jagged) -> int | None:
     """Number of the first row that differs, in length or in a value, or None; both have the same number of rows."""
-    (a, offsets), (b, other) = jagged_parts(left), jagged_parts(right)
-    unequal = (offsets.diff() != other.diff()).nonzero()
-    same_lengths = int(unequal[0]) if len(unequal) else len(offsets) - 1
-    stop = int(offsets[same_lengths])
-    position = tensor_difference(a[:stop], b[:stop])
+    unequal = (left.lengths != right.lengths).nonzero()
+    same_lengths = int(unequal[0]) if len(unequal) else len(left)
+    stop = int(left.offsets[same_lengths])
+    position = tensor_difference(left.values[:stop], right.values[:stop])
     if position is not None:
+        offsets = left.offsets
         return int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True)) - 1
     return same_lengths if len(unequal) else None
 
@@ -102,8 +130,8 @@ def tensor_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def jagged_from_rows(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A jagged column from one tensor (or list of numbers) per row, each [length, *trailing].
+def jagged_from_rows(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype | None = None) -> Jagged:
+    """Rows given as one tensor (or list of numbers) each, [length, *trailing].
 
     Args:
         rows: rows of one dtype and one trailing shape; lengths may be 0. An empty list takes those of the other rows.
@@ -128,11 +156,11 @@ def jagged_from_rows(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype
             )
     lengths = [len(tensors[i]) if i in tensors else 0 for i in range(len(rows))]
     values = torch.cat([first[:0], *tensors.values()])
-    return make_jagged(values, offsets_of(torch.tensor(lengths, dtype=torch.int64, device=first.device)))
+    return Jagged(values, torch.tensor(lengths, dtype=torch.int64, device=first.device))
 
 
-def jagged_from_padded(padded: torch.Tensor, mask_or_lengths: torch.Tensor) -> torch.Tensor:
-    """A jagged column from a dense one.
+def jagged_from_padded(padded: torch.Tensor, mask_or_lengths: torch.Tensor) -> Jagged:
+    """The rows of a dense column.
 
     Args:
         padded: [B, T, *trailing].
@@ -162,15 +190,14 @@ def jagged_from_padded(padded: torch.Tensor, mask_or_lengths: torch.Tensor) -> t
         mask = given.bool()
         if given.dtype != torch.bool and not bool((mask == given).all()):
             raise DataError("from_padded: the mask holds values other than 0 and 1; lengths have shape [B].")
-    return make_jagged(padded[mask], offsets_of(mask.sum(dim=1)))
+    return Jagged(padded[mask], mask.sum(dim=1))
 
 
-def pad_jagged(column: torch.Tensor, value: float = 0, side: str = "right") -> torch.Tensor:
-    """The dense tensor [B, T, *trailing] of a jagged column, T its longest row, filled with ``value`` on ``side``."""
+def pad_jagged(column: Jagged, value: float = 0, side: str = "right") -> torch.Tensor:
+    """The rows as a dense tensor [B, T, *trailing], T the longest row, filled with ``value`` on ``side``."""
     if side not in ("left", "right"):
         raise DataError(f"padded: side={side!r}; choose 'right' or 'left'.")
-    values, offsets = jagged_parts(column)
-    lengths = offsets.diff()
+    values, lengths, offsets = column.values, column.lengths, column.offsets
     longest = int(lengths.max()) if len(lengths) else 0
     dense = values.new_full((len(lengths), longest, *values.shape[1:]), value)
     row = torch.repeat_interleave(lengths, output_size=len(values))

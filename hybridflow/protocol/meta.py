@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from hybridflow.errors import DataError
-from hybridflow.protocol.columns import same_value
+from hybridflow.protocol.columns import same_value, short
 
 METRICS = "metrics"
 
@@ -49,7 +49,22 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
         merged[METRICS] = (
             merge_metrics(found) if collect_metrics else merge(f"{method}, metrics", [mean_metrics(m) for m in found])
         )
-    return copy.deepcopy(merged)
+    return copied(merged)
+
+
+_CONSTANTS = (str, int, float, bool, bytes, type(None))
+
+
+def copied(value: Any) -> Any:
+    """A deep copy; quick where dicts, lists and tuples hold numbers and strings, as in almost every ``meta_info``."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if kind is dict:
+        return {key: copied(part) for key, part in value.items()}
+    if kind is list or kind is tuple:
+        return kind([copied(part) for part in value])
+    return copy.deepcopy(value)
 
 
 def mean_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -85,9 +100,3 @@ def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:
         dicts.extend(entries or [{}])
     names = dict.fromkeys(name for entry in dicts for name in entry)
     return [{name: entry.get(name, math.nan) for name in names} for entry in dicts]
-
-
-def short(value: Any, limit: int = 200) -> str:
-    """The value's repr for an error message, cut at ``limit`` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

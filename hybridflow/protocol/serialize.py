@@ -1,9 +1,9 @@
 """How tensors of a DataProto become bytes: raw buffers, out of band where the pickler can, and files.
 
-A DataProto pickles itself through :func:`pack`, which wraps every tensor in its columns and in lists, tuples, dicts and
-object arrays below them. A wrapped tensor unpickles as a plain tensor. With pickle protocol 5 and ``buffer_callback``
-(Ray, cloudpickle, :func:`write_file`) the bytes of a contiguous CPU tensor are handed over without a copy, and the
-tensor that comes back reads the receiver's buffer in place.
+:func:`pack` wraps every tensor of a value, also in lists, tuples, dicts and object arrays below it. A wrapped tensor
+unpickles as a plain tensor. With pickle protocol 5 and ``buffer_callback`` (Ray, cloudpickle, :func:`write_file`) the
+bytes of a contiguous CPU tensor are handed over without a copy, and the tensor that comes back reads the receiver's
+buffer in place.
 
 Invariant: exactly the bytes of the tensor's elements travel, never the rest of its storage, and dtype and shape come
 back as they were. Tensors arrive on the CPU and without autograd history. A tensor read from a read-only buffer (Ray's
@@ -16,6 +16,7 @@ import hashlib
 import os
 import pickle
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from hybridflow.errors import DataError
-from hybridflow.protocol.jagged import is_jagged, jagged_parts, make_jagged
+from hybridflow.protocol.jagged import Jagged, is_jagged
 
 MAGIC = b"HFDATA01"
 ALIGNMENT = 64
@@ -31,19 +32,30 @@ _NUMBER = 8
 
 
 class PackedTensor:
-    """Stands for a dense or jagged tensor in a pickle; unpickles as the tensor itself."""
+    """Stands for a dense or nested tensor, or a Jagged, in a pickle; unpickles as the same."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+    def __init__(self, tensor: torch.Tensor | Jagged) -> None:
+        self.tensor = tensor
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if isinstance(self.tensor, Jagged):
+            return Jagged, (PackedTensor(self.tensor.values), PackedTensor(self.tensor.lengths))
         if is_jagged(self.tensor):
-            values, offsets = jagged_parts(self.tensor)
-            return make_jagged, (PackedTensor(values), PackedTensor(offsets))
-        tensor = self.tensor.cpu().resolve_conj().resolve_neg().contiguous()
+            return Jagged.nested, (PackedTensor(Jagged.of(self.tensor)),)
+        tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         buffer = pickle.PickleBuffer(raw) if protocol >= 5 and raw.size else raw.tobytes()
         return restore_tensor, (buffer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+class PackedBytes:
+    """Stands for a pickled value in a pickle, as a buffer; unpickles as the value."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return pickle.loads, (pickle.PickleBuffer(self.data) if protocol >= 5 else self.data,)
 
 
 def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -53,28 +65,31 @@ def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     return torch.from_dlpack(raw).view(getattr(torch, dtype)).reshape(shape)
 
 
-def pack(value: Any) -> Any:
+def pack(value: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Any:
     """The value with tensors wrapped for the pickler, below lists, tuples, dicts and object arrays.
 
     Containers without tensors are handed back as they are; a tensor that occurs twice is wrapped once. Tensors inside
     of other objects are left to those objects.
+
+    Args:
+        wrap: what to do with an object that is neither a tensor nor such a container.
     """
-    return _pack(value, {}, set())
+    return _pack(value, wrap, {}, set())
 
 
-def _pack(value: Any, packed: dict[int, Any], open_ids: set[int]) -> Any:
+def _pack(value: Any, wrap: Callable[[Any], Any], packed: dict[int, Any], open_ids: set[int]) -> Any:
     """``packed`` maps ids to results; ``open_ids`` are of the containers above this value."""
     kind = type(value)
-    if isinstance(value, torch.Tensor):
-        plain = is_jagged(value) or (value.layout == torch.strided and not value.is_nested)
+    if isinstance(value, (torch.Tensor, Jagged)):
+        plain = isinstance(value, Jagged) or is_jagged(value) or _is_strided(value)
         return packed.setdefault(id(value), PackedTensor(value)) if plain else value
     if kind not in (list, tuple, dict, np.ndarray) or (kind is np.ndarray and value.dtype != object):
-        return value
+        return wrap(value)
     if id(value) in packed or id(value) in open_ids:
         return packed.get(id(value), value)
     open_ids.add(id(value))
     cells = list(value.values()) if kind is dict else list(value.flat) if kind is np.ndarray else value
-    inner = [_pack(cell, packed, open_ids) for cell in cells]
+    inner = [_pack(cell, wrap, packed, open_ids) for cell in cells]
     open_ids.remove(id(value))
     if all(a is b for a, b in zip(inner, cells, strict=True)):
         result = value
@@ -88,6 +103,10 @@ def _pack(value: Any, packed: dict[int, Any], open_ids: set[int]) -> Any:
         result = kind(inner)
     packed[id(value)] = result
     return result
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def write_file(path: str | os.PathLike[str], value: Any) -> None:

@@ -9,6 +9,9 @@ import torch
 from hybridflow.errors import DataError
 from hybridflow.protocol import columns as col
 from hybridflow.protocol import meta
+from hybridflow.protocol.jagged import Jagged
+from hybridflow.protocol.remote import Column
+from hybridflow.protocol.rows import row_numbers
 
 DENSE = torch.tensor([[1, 2], [3, 4], [5, 6]])
 OBJECTS = col.as_objects("o", ["a", ["b"], None])
@@ -19,11 +22,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 def test_operations_on_dense_columns_keep_the_dtype(dtype):
     column = torch.tensor([[1, 0], [0, 1], [1, 1]]).to(dtype)
     rows = {
-        "take": (col.take_rows(column, torch.tensor([2, 0])), [[1, 1], [1, 0]]),
-        "slice": (col.slice_rows(column, 1, 2), [[0, 1]]),
-        "repeat": (col.repeat_rows(column[:2], 2, True), [[1, 0], [1, 0], [0, 1], [0, 1]]),
-        "concat": (col.concat_rows("k", [column[:1], column[2:]]), [[1, 0], [1, 1]]),
-        "clone": (col.clone_column(column), [[1, 0], [0, 1], [1, 1]]),
+        "take": (col.take_rows(column, np.array([2, 0])), [[1, 1], [1, 0]]),
+        "slice": (col.take_rows(column, range(1, 2)), [[0, 1]]),
+        "repeat": (col.take_rows(column[:2], np.array([0, 0, 1, 1])), [[1, 0], [1, 0], [0, 1], [0, 1]]),
+        "concat": (col.concat_blocks([column[:1], column[2:]]), [[1, 0], [1, 1]]),
+        "clone": (col.clone_block(column), [[1, 0], [0, 1], [1, 1]]),
+        "none": (col.empty_block(col.signature(column)), []),
     }
     for result, expected in rows.values():
         assert result.dtype == dtype
@@ -32,50 +36,52 @@ def test_operations_on_dense_columns_keep_the_dtype(dtype):
 
 def test_operations_on_object_columns_keep_one_dimension_and_the_same_cells():
     cell = OBJECTS[1]
-    assert col.take_rows(OBJECTS, torch.tensor([1, 1, 0])).tolist() == [["b"], ["b"], "a"]
-    assert col.take_rows(OBJECTS, torch.tensor([1]))[0] is cell
-    assert col.slice_rows(OBJECTS, 1, 3).tolist() == [["b"], None]
-    assert col.repeat_rows(OBJECTS, 2, False).tolist() == ["a", ["b"], None, "a", ["b"], None]
-    assert col.concat_rows("o", [OBJECTS, OBJECTS[:1]]).tolist() == ["a", ["b"], None, "a"]
+    assert col.take_rows(OBJECTS, np.array([1, 1, 0])).tolist() == [["b"], ["b"], "a"]
+    assert col.take_rows(OBJECTS, np.array([1]))[0] is cell
+    assert col.take_rows(OBJECTS, range(1, 3)).tolist() == [["b"], None]
+    assert col.take_rows(OBJECTS, range(3)) is OBJECTS
+    assert col.concat_blocks([OBJECTS, OBJECTS[:1]]).tolist() == ["a", ["b"], None, "a"]
     assert col.get_row(OBJECTS, 1) is cell
 
 
 def test_a_sliced_object_column_has_its_own_array():
-    part = col.slice_rows(OBJECTS, 0, 1)
+    part = col.take_rows(OBJECTS, range(1))
     part[0] = "changed"
     assert OBJECTS[0] == "a"
 
 
 def test_signatures_tell_kind_dtype_trailing_shape_and_device():
-    assert col.signature(DENSE) == "dense [rows, 2] int64 on cpu"
-    assert col.signature(OBJECTS) == "object [rows]"
-    jagged = torch.nested.nested_tensor_from_jagged(torch.zeros(3, 4, dtype=torch.bool), torch.tensor([0, 1, 3]))
-    assert col.signature(jagged) == "jagged [rows, j, 4] bool on cpu"
+    assert str(col.signature(DENSE)) == "dense [rows, 2] int64 on cpu"
+    assert str(col.signature(OBJECTS)) == "object [rows]"
+    jagged = Jagged(torch.zeros(3, 4, dtype=torch.bool), torch.tensor([1, 2]))
+    assert str(col.signature(jagged)) == "jagged [rows, j, 4] bool on cpu"
+
+
+def concat(*blocks) -> Column:
+    return Column.concat("k", [Column.of(block) for block in blocks], {})
 
 
 def test_concat_refuses_to_promote_or_mix_and_names_key_part_and_fix():
     with pytest.raises(DataError, match=r"column 'k' is dense \[rows, 2\] int64 .* part 0 but .* float32 .* part 1"):
-        col.concat_rows("k", [DENSE, DENSE.float()])
+        concat(DENSE, DENSE.float())
     with pytest.raises(
         DataError, match=r"'k' is dense \[rows, 2\] .* but dense \[rows, 1\] .*part 2.*DataProto.jagged"
     ):
-        col.concat_rows("k", [DENSE, DENSE, DENSE[:, :1]])
+        concat(DENSE, DENSE, DENSE[:, :1])
     with pytest.raises(DataError, match="'k' is object .* but dense"):
-        col.concat_rows("k", [OBJECTS, DENSE])
+        concat(OBJECTS, DENSE)
 
 
 def test_the_first_differing_row_is_found():
     other = DENSE.clone()
-    assert col.first_difference("k", DENSE, other) is None
+    assert col.first_difference(DENSE, other) is None
     other[1, 1], other[2, 0] = 9, 9
-    assert col.first_difference("k", DENSE, other) == 1
-    assert col.first_difference("k", torch.zeros(3, 0), torch.zeros(3, 0)) is None
-    assert col.first_difference("k", torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) is None
-    assert col.first_difference("k", torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])) == 1
-    assert col.first_difference("k", OBJECTS, col.as_objects("o", ["a", ["c"], None])) == 1
-    assert col.first_difference("k", OBJECTS, col.as_objects("o", ["a", ["b"], None])) is None
-    with pytest.raises(DataError, match="'k' is dense .* int64 .* but dense .* int32"):
-        col.first_difference("k", DENSE, DENSE.int())
+    assert col.first_difference(DENSE, other) == 1
+    assert col.first_difference(torch.zeros(3, 0), torch.zeros(3, 0)) is None
+    assert col.first_difference(torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])) is None
+    assert col.first_difference(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])) == 1
+    assert col.first_difference(OBJECTS, col.as_objects("o", ["a", ["c"], None])) == 1
+    assert col.first_difference(OBJECTS, col.as_objects("o", ["a", ["b"], None])) is None
 
 
 @pytest.mark.parametrize(
@@ -109,14 +115,14 @@ def test_values_are_compared_deeply_and_nan_equals_nan(a, b, equal):
 
 
 def test_row_numbers_count_from_the_end_and_read_masks():
-    assert col.row_numbers([-1, 0, 2], 3).tolist() == [2, 0, 2]
-    assert col.row_numbers(np.array([True, False, True]), 3).tolist() == [0, 2]
-    assert col.row_numbers([torch.tensor(1), torch.tensor(2)], 3).tolist() == [1, 2]
-    assert col.row_numbers([], 0).dtype == torch.int64
+    assert row_numbers([-1, 0, 2], 3).tolist() == [2, 0, 2]
+    assert row_numbers(np.array([True, False, True]), 3).tolist() == [0, 2]
+    assert row_numbers([torch.tensor(1), torch.tensor(2)], 3).tolist() == [1, 2]
+    assert row_numbers([], 0).dtype == np.int64
     with pytest.raises(DataError, match="row 3 is out of range: there are 3 rows, 0 to 2"):
-        col.row_numbers(range(4), 3)
+        row_numbers(range(4), 3)
     with pytest.raises(DataError, match="with a str"):
-        col.row_numbers("ab", 3)
+        row_numbers("ab", 3)
 
 
 def test_merged_meta_info_is_a_copy_and_names_both_values():

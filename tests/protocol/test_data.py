@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, MissingColumn
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.item import DataProtoItem
 from tests.protocol.table import TOKENS, A, B, C, rows, table, tokens
@@ -30,7 +30,7 @@ def test_a_table_knows_its_rows_names_and_columns():
 def test_a_table_without_columns_has_no_rows():
     assert len(DataProto()) == 0
     assert DataProto().keys() == [] and DataProto(meta_info={"step": 1}).meta_info == {"step": 1}
-    assert DataProto().batch is None
+    assert dict(DataProto().batch) == {} and DataProto().batch.batch_size == (0,)
 
 
 def test_the_constructor_takes_a_tensordict_and_lists():
@@ -76,6 +76,8 @@ def test_columns_that_no_operation_could_treat_are_refused_by_name():
     for bad in (torch.tensor(1.0), torch.eye(2).to_sparse(), strided, "text", [1, 2]):
         with pytest.raises(DataError, match="'bad'"):
             DataProto.from_dict(tensors={"bad": bad})
+        with pytest.raises(DataError, match="'bad'"):
+            DataProto().batch["bad"] = bad
     for bad in ("text", 3, {"a": 1}, np.array(3), torch.zeros(2)):
         with pytest.raises(DataError, match="'bad'"):
             DataProto.from_dict(non_tensors={"bad": bad})
@@ -85,21 +87,53 @@ def test_columns_that_no_operation_could_treat_are_refused_by_name():
 
 
 def test_a_name_of_two_kinds_is_refused():
-    with pytest.raises(DataError, match="'x' is in tensors and in non_tensors"):
+    with pytest.raises(DataError, match="'x' is given as a tensor and as an object column"):
         DataProto.from_dict(tensors={"x": torch.zeros(1)}, non_tensors={"x": ["a"]})
-    with pytest.raises(DataError, match="'x' is in batch and in non_tensor_batch"):
-        DataProto(TensorDict({"x": torch.zeros(1)}, batch_size=[1]), {"x": ["a"]})
-
-
-def test_check_consistency_finds_what_was_changed_in_place():
     data = table()
-    data.check_consistency()
-    data.non_tensor_batch["answer"] = np.array(["a"], dtype=object)
+    with pytest.raises(DataError, match="'answer' is in non_tensor_batch already"):
+        data.batch["answer"] = torch.zeros(3)
+    with pytest.raises(DataError, match="'rewards' is in batch already"):
+        data.non_tensor_batch["rewards"] = ["a", "b", "c"]
+
+
+def test_columns_are_assigned_and_deleted_through_the_two_mappings():
+    data = table()
+    data.batch["rewards"] = data.batch["rewards"] + 1
+    data.batch["version"] = torch.tensor([7, 8, 9])
+    data.non_tensor_batch["answer"] = ["x", ["y"], "z"]
+    assert data["rewards"].tolist() == [1.5, 2.5, 3.5] and data["answer"].tolist() == ["x", ["y"], "z"]
+    assert list(data.batch) == ["rewards", "tokens", "version"] and list(data.non_tensor_batch) == ["answer"]
+    assert data.batch.batch_size == (3,) and len(data.batch) == 3 and "answer" not in data.batch
+    del data.batch["version"], data.non_tensor_batch["answer"]
+    assert data.keys() == ["rewards", "tokens"]
+    assert data.batch.get("version") is None and data.batch.pop("version", 1) == 1
+    assert repr(data.batch).startswith("batch(rewards: dense [rows] float32 on cpu, tokens: jagged")
+
+
+def test_an_assignment_that_does_not_fit_changes_nothing():
+    data = table()
+    with pytest.raises(DataError, match="column 'version' has 2 rows, column 'rewards' has 3"):
+        data.batch["version"] = torch.zeros(2)
     with pytest.raises(DataError, match="column 'answer' has 1 rows, column 'rewards' has 3"):
-        data.check_consistency()
-    data.non_tensor_batch["answer"] = np.array([["a"], ["b"], ["c"]], dtype=object)
-    with pytest.raises(DataError, match="'answer'.*one dimension"):
-        data.check_consistency()
+        data.non_tensor_batch["answer"] = ["a"]
+    with pytest.raises(DataError, match="column 'x' is a ndarray: batch holds tensors"):
+        data.batch["x"] = np.array(["a", "b", "c"], dtype=object)
+    with pytest.raises(DataError, match="names are strings, not 3"):
+        data.batch[3] = torch.zeros(3)
+    with pytest.raises(MissingColumn, match="no 'reward' in batch. Did you mean 'rewards'"):
+        data.batch["reward"]
+    with pytest.raises(KeyError, match="no 'answers' in non_tensor_batch. Did you mean 'answer'"):
+        del data.non_tensor_batch["answers"]
+    assert rows(data) == [A, B, C]
+    alone = DataProto({"x": torch.zeros(2)})
+    alone.batch["x"] = torch.zeros(5)
+    assert len(alone) == 5
+
+
+def test_the_tensor_columns_come_out_as_a_tensordict():
+    found = table().batch.to_tensordict()
+    assert isinstance(found, TensorDict) and found.batch_size == (3,)
+    assert found["rewards"].tolist() == [0.5, 1.5, 2.5] and found["tokens"].offsets().tolist() == [0, 2, 2, 5]
 
 
 # -------------------------------------------------------------------------------------------------- reading
@@ -237,14 +271,16 @@ def test_an_unknown_key_in_select_and_pop_is_an_error():  # known fault 7
 
 def test_pop_moves_columns_out_of_its_object():
     data = table()
-    before = data.batch
+    given = TensorDict(dict(data.batch), batch_size=[3])
+    data = DataProto(given, {"answer": data["answer"]}, data.meta_info)
     popped = data.pop(["tokens"], ["answer"], ["temperature"])
     assert popped.keys() == ["tokens", "answer"] and popped.meta_info == {"temperature": 0.7}
     assert tokens(popped) == TOKENS
     assert data.keys() == ["rewards"] and data.meta_info == {"nested": {"steps": [1]}}
-    assert sorted(before.keys()) == ["rewards", "tokens"], "a TensorDict that others hold stays as it is"
+    assert sorted(given.keys()) == ["rewards", "tokens"], "a TensorDict that others hold stays as it is"
+    view = data.batch
     data.pop(["rewards"])
-    assert len(data) == 0 and data.batch is None
+    assert len(data) == 0 and list(view) == []
 
 
 def test_rename_keeps_order_and_rows_and_leaves_the_caller():
@@ -343,7 +379,7 @@ def test_every_error_about_a_column_names_it():  # known fault 10
 
 def test_nothing_but_pop_changes_the_caller():
     data = table()
-    before = (data.batch, data.batch["tokens"], data.non_tensor_batch["answer"])
+    before = (data["rewards"], data["tokens"], data["answer"])
     derived = [
         data[::-1],
         data[0:2],
@@ -357,9 +393,8 @@ def test_nothing_but_pop_changes_the_caller():
         one.meta_info.clear()
     data[0:2]["answer"][0] = "changed"
     assert rows(data) == [A, B, C] and data.keys() == ["rewards", "tokens", "answer"]
-    assert (
-        data.batch is before[0] and data.batch["tokens"] is before[1] and data.non_tensor_batch["answer"] is before[2]
-    )
+    assert data["rewards"] is before[0] and data.batch["tokens"] is before[1]
+    assert data.non_tensor_batch["answer"] is before[2]
 
 
 def test_copies_are_copies():

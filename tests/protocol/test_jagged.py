@@ -98,7 +98,8 @@ def test_trailing_dims_follow_their_rows():
     assert data.padded("x", side="left").tolist()[0] == [[0.0, 0.0], [1.0, 2.0]]
     assert rows_of(DataProto.concat(data.chunk(2))) == rows_of(data)
     dense = data.padded("x")
-    assert jag.jagged_difference(DataProto.from_padded(dense, torch.tensor([1, 0, 2])), data["x"]) is None
+    again = jag.jagged_from_padded(dense, torch.tensor([1, 0, 2]))
+    assert jag.jagged_difference(again, jag.Jagged.of(data["x"])) is None
 
 
 def test_columns_with_holes_or_a_window_are_packed_when_rows_move():
@@ -154,7 +155,7 @@ def test_padded_and_back_is_the_identity(dtype, side):
     dense = data.padded("x", side=side)
     assert dense.dtype == dtype
     mask = torch.ones(len(data.flat("x")), dtype=torch.bool)
-    mask = jag.pad_jagged(jag.make_jagged(mask, data["x"].offsets()), False, side)
+    mask = jag.pad_jagged(jag.Jagged(mask, data.lengths("x")), False, side)
     assert rows_of(DataProto.from_dict({"x": DataProto.from_padded(dense, mask)})) == ROWS
     with pytest.raises(DataError, match="side='middle'"):
         data.padded("x", side="middle")
@@ -162,7 +163,7 @@ def test_padded_and_back_is_the_identity(dtype, side):
 
 def test_equal_nans_in_jagged_rows_are_equal_and_differences_are_found():
     nan = math.nan
-    column = DataProto.jagged([[nan], [1.0, nan], []], dtype=torch.float32)
+    column = jag.jagged_from_rows([[nan], [1.0, nan], []], dtype=torch.float32)
     for rows, expected in [
         ([[nan], [1.0, nan], []], None),
         ([[nan], [1.0, 2.0], []], 1),
@@ -170,11 +171,11 @@ def test_equal_nans_in_jagged_rows_are_equal_and_differences_are_found():
         ([[], [1.0, nan], []], 0),
         ([[1.0], [1.0], []], 0),
     ]:
-        assert jag.jagged_difference(column, DataProto.jagged(rows, dtype=torch.float32)) == expected
+        assert jag.jagged_difference(column, jag.jagged_from_rows(rows, dtype=torch.float32)) == expected
 
 
 def test_gradients_flow_through_row_operations():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    data = DataProto.from_dict({"x": jag.make_jagged(values, torch.tensor([0, 1, 3]))})
+    data = DataProto.from_dict({"x": jag.Jagged(values, torch.tensor([1, 2])).nested()})
     (data[[1, 1, 0]].padded("x") * torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]])).sum().backward()
     assert values.grad.tolist() == [5.0, 2.0, 2.0]

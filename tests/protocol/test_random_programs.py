@@ -43,7 +43,6 @@ def build(rows: list[Row]) -> DataProto:
 
 
 def read(data: DataProto) -> list[Row]:
-    data.check_consistency()
     assert data["dense"].dtype == torch.bfloat16 and data["jagged"].dtype == torch.int64
     assert data["cell"].ndim == 1 and data.meta_info == {"origin": ["built"]}
     flat, lengths = data.flat("jagged"), data.lengths("jagged").tolist()

@@ -90,7 +90,8 @@ def test_bytes_of_contiguous_tensors_are_handed_over_without_a_copy():
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     addresses = [np.frombuffer(buffer, dtype=np.uint8).ctypes.data for buffer in buffers]
-    assert addresses == [x.data_ptr(), data["j"].values().data_ptr(), data["j"].offsets().data_ptr()]
+    assert addresses[:2] == [x.data_ptr(), data["j"].values().data_ptr()] and len(addresses) == 3
+    assert buffers[2].raw().nbytes == 1000 * 8, "the lengths of the jagged rows"
     assert len(head) < 1500
     received = [bytes(buffer.raw()) for buffer in buffers]
     back = pickle.loads(head, buffers=received)
@@ -104,7 +105,7 @@ def test_a_view_never_drags_its_storage_along():
         {"cell": [torch.zeros(1000)[:2] for _ in range(10_000)], "array": [np.zeros(1000)[:2] for _ in range(10_000)]},
     )
     _, buffers = out_of_band(data[5:7])
-    assert sorted(buffer.nbytes for buffer in buffers) == sorted([2 * 4 * 4, 200 * 4, 3 * 8, 8, 8, 16, 16])
+    assert sorted(buffer.nbytes for buffer in buffers) == sorted([2 * 4 * 4, 200 * 4, 2 * 8, 8, 8, 16, 16])
     assert len(pickle.dumps(data[5:7])) < 4000
 
 
