@@ -22,6 +22,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from hybridflow.controller import outside
 from hybridflow.controller.pool import Failure, ResourcePool
 from hybridflow.controller.process import Answer, load_class
+from hybridflow.controller.store import packed
 from hybridflow.errors import ConfigError, PlacementError, WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Payload, TransferProtocol, transfer_protocol
 from hybridflow.resharding.layout import Layout
@@ -162,7 +163,7 @@ class WorkerGroup:
         spread = None if spread_by is None else lambda batch, chunks: spread_by(batch, chunks, self.config)
         call = Call(tuple(args), kwargs, f"{self.role}.{name}", registration.uneven, spread)
         dispatch = protocol.distribute(self.layout, call)
-        payloads = _put_shared(dispatch.payloads)
+        payloads = _packed(dispatch.payloads, call.where)
         with self.pool.lock:
             known = self.pool.num_failures
             refs = [
@@ -360,13 +361,11 @@ class DataFuture:
         return WorkerError(self._group.role, waiting[0], self._method, self._step, cause, stacks)
 
 
-def _put_shared(payloads: list[Payload]) -> list[Any]:
-    """Arguments by rank, serialised once for all the ranks that share them."""
-    uses: dict[int, int] = {}
-    for payload in payloads:
-        uses[id(payload)] = uses.get(id(payload), 0) + 1
-    stored: dict[int, Any] = {id(p): ray.put(p) for p in {id(p): p for p in payloads if uses[id(p)] > 1}.values()}
-    return [stored.get(id(payload), payload) for payload in payloads]
+def _packed(payloads: list[Payload], where: str) -> list[Any]:
+    """Arguments by rank, ready to be sent; packed once for all the ranks that share them."""
+    distinct = {id(payload): payload for payload in payloads}
+    ready = {key: packed(payload, f"the arguments of {where}") for key, payload in distinct.items()}
+    return [ready[id(payload)] for payload in payloads]
 
 
 def _lost_peer(error: WorkerError) -> bool:

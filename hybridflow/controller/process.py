@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.controller.store import batches_in, packed
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.protocol.transfer import Payload
@@ -186,7 +187,9 @@ class DeviceProcess:
         def run() -> Any:
             args, kwargs = payload
             value = getattr(self.roles[role], method)(*args, **kwargs)
-            return value if wanted else None
+            for batch in batches_in(payload):
+                batch.refuse_written(f"{role}.{method}")
+            return packed(value, f"{role}.{method} on rank {self.rank}") if wanted else None
 
         answer = self._answer(role, method, step, run)
         if answer.error is not None:

@@ -39,7 +39,6 @@ from hybridflow.protocol import jagged as jag
 from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
-from hybridflow.protocol.jagged import Jagged
 from hybridflow.protocol.remote import Column, Put, common_names, portable, refuse_difference
 from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers
 from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
@@ -198,14 +197,9 @@ class DataProto:
             )
         return column
 
-    def _rows_of(self, key: str, method: str) -> Jagged:
-        block = self._jagged(key, method).block()
-        assert isinstance(block, Jagged)
-        return block
-
     def flat(self, key: str) -> torch.Tensor:
         """Values [total, ...] of a jagged column, row after row, contiguous; dtype kept."""
-        return self._rows_of(key, "flat").values.contiguous()
+        return self._jagged(key, "flat").jagged().values.contiguous()
 
     def lengths(self, key: str) -> torch.Tensor:
         """Lengths int64 [B] of the rows of a jagged column; of a remote one they are fetched without the rows."""
@@ -213,7 +207,7 @@ class DataProto:
 
     def padded(self, key: str, value: float = 0, side: str = "right") -> torch.Tensor:
         """A jagged column as a dense tensor [B, T, ...], T its longest row, filled up with ``value`` on ``side``."""
-        return jag.pad_jagged(self._rows_of(key, "padded"), value, side)
+        return jag.pad_jagged(self._jagged(key, "padded").jagged(), value, side)
 
     @staticmethod
     def jagged(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -162,6 +162,11 @@ class Piece:
     def is_local(self) -> bool:
         return isinstance(self.data, Local)
 
+    def local_block(self) -> Block:
+        """The rows of a piece of this process's memory."""
+        data, *lengths = (handle.fetch() for handle in self.handles)
+        return Jagged(data, lengths[0]) if lengths else data  # type: ignore[arg-type]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Piece, (self.data, self.lengths, self.size)
 
@@ -239,6 +244,12 @@ class Column:
             else:
                 self._version = version_of(block)
         return self._block
+
+    def jagged(self) -> Jagged:
+        """The rows of a jagged column."""
+        block = self.block()
+        assert isinstance(block, Jagged)
+        return block
 
     def _assembled(self) -> Block:
         # What is made in inference mode could not be used for training afterwards.
@@ -370,37 +381,47 @@ def assemble(kind: Signature, blocks: Sequence[Block], rows: Rows) -> Block:
     return col.concat_blocks([col.take_rows(blocks[piece], index) for piece, index in rows.runs()])
 
 
-Put = Callable[[str, Part | PackedBytes], Handle]
-"""Stores a part of the column of a name, to be fetched in any process. Packed bytes unpickle as the part."""
+Put = Callable[[str, Part], Handle]
+"""A handle that any process can use, for a part of the column of a name."""
 
 
 def portable(key: str, column: Column, put: Put) -> Column:
-    """The column with handles that any process can use: what is in this process's memory is copied out of it.
+    """The column with handles that any process can use: what is in this process's memory is given to ``put``.
 
-    Small parts become :class:`Inline`, others are given to ``put``. Tensors are detached and moved to the CPU.
+    Only rows that the column has are sent, each once, so a repeated prompt is sent once. Tensors are detached and moved
+    to the CPU.
     """
-    if not column.pieces or not any(piece.is_local for piece in column.pieces):
+    local = [number for number, piece in enumerate(column.pieces) if piece.is_local]
+    if not local:
         return column
-    if column.is_local:
-        column.block()  # rows that were taken apart are put together first, so that only they are sent
-    pieces = tuple(_portable(key, piece, put) if piece.is_local else piece for piece in column.pieces)
+    rows, kept = column.rows.compact(local)
+    blocks = [col.take_rows(column.pieces[n].local_block(), index) for n, index in zip(local, kept, strict=True)]
+    pieces = list(column.pieces)
+    if len(local) == len(pieces):
+        pieces, rows = [_portable(key, col.concat_blocks(blocks), put)], Rows((sum(rows.sizes),), rows.index)
+    else:
+        for number, block in zip(local, blocks, strict=True):
+            pieces[number] = _portable(key, block, put)
     kind = column.signature
     if kind.device != "cpu":
         kind = Signature(kind.kind, kind.dtype, kind.shape)
-    return Column(kind, pieces, column.rows)
+    return Column(kind, tuple(pieces), rows)
 
 
-def _portable(key: str, piece: Piece, put: Put) -> Piece:
-    lengths = None if piece.lengths is None else _stored(key, piece.lengths.fetch(), put)
-    return Piece(_stored(key, piece.data.fetch(), put), lengths, piece.size)
+def _portable(key: str, block: Block, put: Put) -> Piece:
+    if isinstance(block, np.ndarray):
+        return Piece(put(key, block), None, len(block))
+    if isinstance(block, Jagged):
+        return Piece(put(key, block.values.detach().cpu()), put(key, block.lengths.cpu()), len(block))
+    return Piece(put(key, block.detach().cpu()), None, len(block))
 
 
-def _stored(key: str, part: Part, put: Put) -> Handle:
+def inline_or(store: Callable[[Any], Handle], part: Part) -> Handle:
+    """A small part as :class:`Inline`; another in ``store``, which gets an object that unpickles as the part."""
     if isinstance(part, torch.Tensor):
-        part = part.detach().cpu()
-        return Inline(pickle.dumps(pack(part), protocol=5)) if part.nbytes <= INLINE_BYTES else put(key, part)
+        return Inline(pickle.dumps(pack(part), protocol=5)) if part.nbytes <= INLINE_BYTES else store(pack(part))
     try:
         data = pickle.dumps(pack(part), protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return put(key, part)  # cells of a class or function that only the store's own pickler knows
-    return Inline(data) if len(data) <= INLINE_BYTES else put(key, PackedBytes(data))
+        return store(pack(part))  # cells of a class or function that only the store's own pickler knows
+    return Inline(data) if len(data) <= INLINE_BYTES else store(PackedBytes(data))

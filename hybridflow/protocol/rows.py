@@ -87,6 +87,18 @@ class Rows:
                 moved.append(_as_array(index) + shift)
         return Rows(sizes, _joined(moved))
 
+    def compact(self, pieces: Sequence[int]) -> tuple[Rows, list[Index]]:
+        """The same rows where the given pieces have no others; and for each of these which of its rows are left."""
+        bounds = _bounds(self.sizes)
+        index = _as_array(self.index)
+        left = np.ones(bounds[-1], dtype=bool)
+        for piece in pieces:
+            left[bounds[piece] : bounds[piece + 1]] = False
+        left[index] = True
+        kept = [contiguous(np.flatnonzero(left[bounds[piece] : bounds[piece + 1]])) for piece in pieces]
+        sizes = np.add.reduceat(left, bounds[:-1], dtype=np.int64).tolist()
+        return Rows(tuple(sizes), contiguous((np.cumsum(left) - 1)[index])), kept
+
     def runs(self) -> Iterator[tuple[int, Index]]:
         """Stretches of rows of one piece: the piece's number, and the rows' numbers inside of it."""
         bounds = _bounds(self.sizes)

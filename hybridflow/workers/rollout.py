@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 def add_sample_ids(batch: DataProto) -> DataProto:
     """The batch with ``sample_ids``: the number of each row in the driver's batch, int64 [B]."""
     numbered = batch.select()
-    assert numbered.batch is not None
     numbered.batch["sample_ids"] = torch.arange(len(batch))
     return numbered
 
@@ -99,7 +98,6 @@ class RolloutWorker(Worker):
         config = self.context.config
         sampling = sampling or config.rollout.sampling
         step = int(batch.meta_info.get("step", 0))
-        assert batch.batch is not None
         prompts = [row.tolist() for row in batch.flat("prompts").split(batch.lengths("prompts").tolist())]
         requests = [
             Request(prompt, row_seed(config.seed, step, sample, tag), config.rollout.max_tokens)

@@ -1,13 +1,18 @@
-"""Random programs of DataProto operations against a plain list of rows, the oracle."""
+"""Random programs of DataProto operations against a plain list of rows, the oracle.
+
+Every program runs on rows of this process, on rows of several others, and on rows of both.
+"""
 
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.protocol.data import DataProto
+from tests.protocol.shelf import always_away, away_if_large, in_pieces, sent
 
 Row = tuple[float, list[int], Any]
 
@@ -22,7 +27,7 @@ STEPS = st.lists(
         st.sampled_from(
             (
                 *("slice", "step", "list", "mask", "repeat", "blocks", "chunk", "split"),
-                *("concat", "reorder", "union", "pad", "pickle", "rename", "shuffle", "pop"),
+                *("concat", "reorder", "union", "pad", "pickle", "send", "rename", "shuffle", "pop"),
             )
         ),
         SEEDS,
@@ -94,6 +99,8 @@ def apply(name: str, seed: int, data: DataProto, rows: list[Row]) -> tuple[DataP
             return padded, rows + [rows[i % size] for i in range(pad_size)]
         case "pickle":
             return pickle.loads(pickle.dumps(data, protocol=5)), rows
+        case "send":
+            return sent(data), rows
         case "rename":
             return data.rename(["dense", "cell"], ["d", "c"]).rename(["c", "d"], ["cell", "dense"]), rows
         case "shuffle":
@@ -108,15 +115,24 @@ def apply(name: str, seed: int, data: DataProto, rows: list[Row]) -> tuple[DataP
             return rest.union(popped), rows
 
 
+HOMES = {
+    "here": lambda rows, cuts: build(rows),
+    "in other processes": lambda rows, cuts: in_pieces(build(rows), cuts, always_away),
+    "along with the message": lambda rows, cuts: in_pieces(build(rows), cuts, away_if_large),
+    "here and elsewhere": lambda rows, cuts: DataProto.concat([build(rows[:1]), in_pieces(build(rows[1:]), cuts)]),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(rows=st.lists(ROW, max_size=6), steps=STEPS)
-def test_programs_of_operations_agree_with_a_list_of_rows(rows, steps):
-    data = build(rows)
-    assert read(data) == rows
+@given(rows=st.lists(ROW, max_size=6), cuts=st.lists(st.integers(0, 9), max_size=3), steps=STEPS, reads=st.booleans())
+def test_programs_of_operations_agree_with_a_list_of_rows(home, rows, cuts, steps, reads):
+    data = HOMES[home](rows, cuts)
+    if reads:  # what a column keeps after it was read must not change what follows
+        assert read(data) == rows
     for name, seed in steps:
-        before = read(data)
         after, expected = apply(name, seed, data, rows)
-        assert read(data) == before, f"{name} changed its caller"
+        assert read(data) == rows, f"{name} changed its caller"
         assert read(after) == expected, name
         data, rows = after, expected
         if len(rows) > 40:

@@ -1,0 +1,202 @@
+"""Columns whose rows other processes made: what is fetched when, what travels, and that nobody may write to them."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.errors import DataError
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.remote import Inline, Local
+from tests.protocol.shelf import LOADED, OBJECTS, OnShelf, away_if_large, in_pieces, same, sent
+from tests.protocol.table import A, B, C, rows, table
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded():
+    LOADED.clear()
+
+
+def wide(num_rows: int) -> DataProto:
+    return DataProto(
+        {
+            "dense": torch.arange(num_rows * 2, dtype=torch.float16).reshape(num_rows, 2),
+            "jagged": DataProto.jagged([torch.arange(i % 4) for i in range(num_rows)], dtype=torch.int32),
+        },
+        {"cell": [[i] for i in range(num_rows)]},
+        {"step": 1},
+    )
+
+
+def handles(data: DataProto, key: str) -> list:
+    return data._columns[key].handles
+
+
+def test_operations_on_rows_and_names_fetch_nothing():
+    data = in_pieces(wide(12), [4, 8])
+    more = in_pieces(wide(12), [6]).rename(["dense", "jagged", "cell"], ["d", "j", "c"])
+    done = data.union(more).select(["dense", "jagged", "d"], ["c"]).repeat(3).reorder(torch.arange(35, -1, -1))
+    parts = [*done.chunk(5), *done.split(7), *done.make_iterator(9, 2, seed=1), done[::2], done[done_mask(36)]]
+    joined = DataProto.concat([part.rename("d", "e") for part in parts])
+    padded, pad_size = joined.pad_to_divisor(8)
+    final = padded.unpad(pad_size)[3:-3]
+    assert len(final) == 36 + 36 + 72 + 18 + 12 - 6 and final.keys() == ["dense", "jagged", "e", "c"]
+    assert final.batch.batch_size == (len(final),) and "jagged" in final
+    assert str(final.signature("dense")) == "dense [rows, 2] float16 on cpu"
+    assert str(final.signature("jagged")) == "jagged [rows, j] int32 on cpu"
+    assert final.select(["dense"], []).nbytes == len(final) * 4
+    assert "jagged [rows, j] int32" in repr(final) and LOADED == []
+    local = wide(12).union(wide(12).rename(["dense", "jagged", "cell"], ["d", "j", "c"]))
+    local = local.select(["dense", "jagged", "d"], ["c"]).repeat(3).reorder(torch.arange(35, -1, -1))
+    assert same(done["jagged"], local["jagged"]) and same(done["c"], local["c"])
+
+
+def done_mask(size: int) -> torch.Tensor:
+    return torch.arange(size) % 3 == 0
+
+
+def test_a_column_is_fetched_once_when_it_is_read_and_only_the_pieces_it_has_rows_of():
+    data = in_pieces(wide(12), [4, 8])
+    part = data[5:7]
+    assert part["dense"].tolist() == [[10.0, 11.0], [12.0, 13.0]] and len(LOADED) == 1
+    assert part["dense"] is part["dense"] and data[5:6]["dense"].tolist() == [[10.0, 11.0]] and len(LOADED) == 1
+    assert data["dense"].shape == (12, 2) and len(LOADED) == 3
+    assert data["cell"].tolist() == [[i] for i in range(12)] and len(LOADED) == 6
+
+
+def test_lengths_of_a_jagged_column_are_fetched_without_its_values():
+    data = in_pieces(wide(12), [4])
+    before = [handle.number for handle in handles(data, "jagged")]
+    assert data[2:6].lengths("jagged").tolist() == [2, 3, 0, 1]
+    assert [before[1], before[3]] == LOADED, "the second handle of each of the two pieces"
+    assert data[2:6].flat("jagged").tolist() == [0, 1, 0, 1, 2, 0]
+    assert data[[5, 2]].lengths("jagged").tolist() == [1, 2]
+
+
+def test_consecutive_rows_of_one_piece_are_views_of_the_fetched_memory():
+    data = sent(wide(12))
+    base = data["dense"].data_ptr()
+    assert data[3:5]["dense"].data_ptr() == base + 3 * 2 * 2
+    assert data.reorder(range(12))["dense"].data_ptr() == base
+    before = int(data.lengths("jagged")[:5].sum())
+    assert data[5:9].flat("jagged").data_ptr() == data.flat("jagged").data_ptr() + before * 4
+    back = DataProto.concat(data.chunk(3))
+    assert back["dense"].data_ptr() == base, "chunks of one batch, joined again, are the batch"
+
+
+def test_what_is_elsewhere_stays_there_when_it_is_sent_on():
+    data = in_pieces(wide(12), [4])
+    count = len(OBJECTS)
+    again = sent(data[6:].repeat(2))
+    assert len(OBJECTS) == count and LOADED == []
+    assert again["cell"].tolist() == [[i] for i in range(6, 12) for _ in range(2)]
+    assert [handle.key for handle in handles(again, "cell")] == [handle.key for handle in handles(data, "cell")[1:]]
+
+
+def test_only_the_rows_of_a_part_are_sent():
+    big = DataProto({"x": torch.zeros(100_000, 4)})
+    count = len(OBJECTS)
+    sent(big[5:7])
+    sent(big[[7, 9, 5]])
+    mixed = DataProto.concat([sent(big[:2]), big[10:13]])
+    sent(mixed)
+    repeated = sent(big[:3].repeat(8)[[23, 0, 1]])
+    sizes = [sum(map(len, buffers)) for _, buffers in OBJECTS[count:]]
+    assert sizes == [2 * 16, 3 * 16, 2 * 16, 3 * 16, 2 * 16]
+    assert repeated["x"].shape == (3, 4)
+
+
+def test_small_parts_travel_in_the_message_unread_and_large_ones_do_not():
+    tensors = {"small": torch.arange(10), "large": torch.zeros(10, 10_000)}
+    cells = {"o": ["x"] * 10, "p": ["x" * 10_000 + str(i) for i in range(10)]}
+    data = sent(DataProto(tensors, cells), away_if_large)
+    assert [type(handles(data, key)[0]) for key in tensors | cells] == [Inline, OnShelf, Inline, OnShelf]
+    assert not handles(data, "small")[0].fetched and LOADED == []
+    assert data["small"].tolist() == list(range(10)) and data["p"][9] == "x" * 10_000 + "9"
+
+
+def test_union_with_the_same_rows_of_the_same_pieces_fetches_nothing():
+    data = in_pieces(wide(12), [4])
+    assert data.union(data.select()).keys() == data.keys() and data[2:9].union(data[2:9]).keys() == data.keys()
+    assert LOADED == []
+    with pytest.raises(DataError, match=r"column 'dense' differs, first in row 0 of 3"):
+        data[2:5].union(data[3:6])
+    data.union(in_pieces(wide(12), []))
+    assert LOADED != []
+
+
+def test_a_pickle_of_a_batch_has_its_rows_with_it(tmp_path):
+    data = in_pieces(wide(12), [4])
+    back = pickle.loads(pickle.dumps(data[:5]))
+    assert all(isinstance(handle, Local) for key in ("dense", "jagged", "cell") for handle in handles(back, key))
+    data.save(tmp_path / "batch")
+    LOADED.clear()
+    assert same(DataProto.load(tmp_path / "batch")["jagged"], wide(12)["jagged"]) and LOADED == []
+
+
+def test_writing_in_place_to_rows_of_another_process_is_found_out():
+    def written(write) -> DataProto:
+        data = sent(table())
+        write(data)
+        return data
+
+    def through_a_part(data: DataProto) -> None:
+        data[1:]["rewards"][0] = 7.0
+
+    for write, key in [
+        (lambda data: data["rewards"].zero_(), "rewards"),
+        (lambda data: data.batch["rewards"].mul_(2), "rewards"),
+        (lambda data: data["tokens"].mul_(2), "tokens"),
+        (lambda data: data.flat("tokens").zero_(), "tokens"),
+        (lambda data: data[2]["tokens"].zero_(), "tokens"),
+        (through_a_part, "rewards"),
+    ]:
+        data = written(write)
+        for use in (lambda data=data: data.refuse_written("actor.update"), lambda data=data: sent(data)):
+            with pytest.raises(
+                DataError, match=rf"column '{key}' was written to in place.*batch\['{key}'\]\.clone\(\)"
+            ):
+                use()
+    data = sent(table())
+    with pytest.raises(DataError, match=r"batch\['rewards'\] = ...: column 'rewards' was written to in place"):
+        data.batch["rewards"] += 1
+    with pytest.raises(ValueError, match="read-only"):
+        data["answer"][0] = "changed"
+
+
+def test_writing_to_a_copy_or_to_rows_of_ones_own_is_allowed():
+    data = sent(table())
+    changed = data["rewards"].clone()
+    changed[0] = 9.0
+    data.batch["rewards"] = changed
+    data[[2, 0]]["tokens"].mul_(2)  # rows out of order are copies
+    data.refuse_written("here")
+    assert sent(data)["rewards"].tolist() == [9.0, 1.5, 2.5] and rows(table()) == [A, B, C]
+    own = table()
+    own["rewards"][0] = 3.0
+    own.batch["rewards"] += 1
+    assert sent(own)["rewards"].tolist() == [4.0, 2.5, 3.5]
+
+
+def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
+    data = in_pieces(wide(12), [4])
+    with torch.inference_mode():
+        read = data["dense"]
+        data[2:3]["dense"].add_(1)
+    assert not read.is_inference()
+    with pytest.raises(DataError, match="'dense' was written to"):
+        data.refuse_written("here")
+
+
+def test_cells_may_be_anything_that_the_store_can_pickle():
+    data = DataProto({"x": torch.zeros(2)}, {"o": [{"t": torch.ones(2, dtype=torch.bfloat16)}, np.arange(3)]})
+    back = sent(data, away_if_large)
+    assert back["o"][0]["t"].dtype == torch.bfloat16 and back["o"][1].tolist() == [0, 1, 2]
+
+
+def test_meta_info_travels_as_a_copy_and_a_batch_without_rows_keeps_its_columns():
+    data = sent(wide(4)[:0])
+    assert len(data) == 0 and data["dense"].shape == (0, 2) and data["dense"].dtype == torch.float16
+    assert data.lengths("jagged").tolist() == [] and data["cell"].tolist() == [] and data.meta_info == {"step": 1}
+    assert LOADED == []
