@@ -301,7 +301,8 @@ class RayConfig(Settings):
     """The Ray cluster.
 
     Attributes:
-        address: empty starts Ray on this machine; ``auto`` or ``host:port`` joins a running cluster.
+        address: ``auto`` or ``host:port`` joins a running cluster; empty joins the one that the environment's
+            RAY_ADDRESS names, or else starts Ray on this machine.
         object_store_gb: memory for objects in GiB, where Ray is started here.
     """
 

@@ -266,7 +266,7 @@ def test_rollout_on_another_pool_is_refused(refused: Callable[..., str]) -> None
 
 
 def test_degrees_have_to_divide_the_pool(refused: Callable[..., str], all_axes: None) -> None:
-    text = refused("pools.train.devices=[2,1]", "roles.actor.layout={tp: 2, pp: 1}", "data.prompts_per_step=6")
+    text = refused("pools.train.devices=[3]", "roles.actor.layout={tp: 2, pp: 1}", "data.prompts_per_step=6")
     assert "roles.actor.layout: tp*pp*cp = 2*1*1 = 2 does not divide the pool's 3 devices." in text
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridflow import checks
 from hybridflow.checkpoint import CheckpointStore, resume_from
+from hybridflow.checks.cluster import starts_ray_here
 from hybridflow.config import RunConfig, SFTConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import make_groups, make_pools
@@ -67,15 +68,15 @@ def launch(config: RunConfig) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _ray(config: RunConfig) -> Iterator[None]:
-    """Join the cluster at ``ray.address``, or start Ray on this machine for the length of the run."""
+    """Join the cluster at ``ray.address`` (or RAY_ADDRESS), or start Ray on this machine for the length of the run."""
     import ray
 
     if ray.is_initialized():
         yield
         return
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if config.ray.address:
-        ray.init(address=config.ray.address, **settings)
+    if not starts_ray_here(config.ray.address):
+        ray.init(address=config.ray.address or None, **settings)  # None reads RAY_ADDRESS
     else:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
         store = int(config.ray.object_store_gb * 2**30)

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridflow.checks.cluster import LEAST_CORES, nodes_text
 from hybridflow.config import PoolConfig
 from hybridflow.controller import outside
 from hybridflow.controller.process import DeviceProcess, Place
@@ -76,14 +77,12 @@ def choose_nodes(pool: str, devices: Sequence[int], bundle: Mapping[str, float],
     for entry in sorted(range(len(devices)), key=lambda i: -devices[i]):
         fitting = [n for n in nodes if n.node_id not in chosen.values() and n.room(bundle) >= devices[entry]]
         if not fitting:
-            total = sum(devices)
-            split = " + ".join(map(str, devices)) + " = " if len(devices) > 1 else ""
             lines = "\n".join(f"  {node.describe(bundle)}" for node in nodes) or "  (no node is alive)"
             raise PlacementError(
-                f"pool {pool!r} does not fit: pools.{pool}.devices={list(devices)} needs {len(devices)} node(s) with "
-                f"{split}{total} devices of {_amounts(bundle)} each, {_amounts(bundle, total)} in all. "
-                f"The cluster has:\n{lines}\nLower pools.{pool}.devices or pools.{pool}.cores_per_device, free another "
-                f"pool, or add nodes to the Ray cluster."
+                f"pool {pool!r} does not fit: pools.{pool}.devices={list(devices)} asked for {nodes_text(devices)} of "
+                f"{_amounts(bundle)} each, {_amounts(bundle, sum(devices))} in all; the cluster has {len(nodes)} "
+                f"node(s):\n{lines}\nLower pools.{pool}.devices or pools.{pool}.cores_per_device, free another pool, "
+                f"or add nodes to the Ray cluster."
             )
         chosen[entry] = min(fitting, key=lambda node: node.room(bundle)).node_id
     return [chosen[entry] for entry in range(len(devices))]
@@ -120,10 +119,13 @@ def build_pools(configs: Mapping[str, PoolConfig]) -> dict[str, ResourcePool]:
         fixed = sum(max(c.devices) * c.cores_per_device for c in configs.values() if c.cores_per_device)
         cores = min(node.total.get("CPU", 0.0) for node in _device_nodes(cluster_nodes()))
         share = math.floor(100 * (cores - fixed) / sum(shares)) / 100
-        if share <= 0:
+        if share < LEAST_CORES:
+            asked = " + ".join(f"{max(c.devices)} ({n})" for n, c in configs.items() if not c.cores_per_device)
             raise PlacementError(
-                f"no cores are left to share: the smallest node has {cores:g}, the pools with a cores_per_device hold "
-                f"{fixed:g} of them and {sum(shares)} more devices need some. Lower pools.*.cores_per_device."
+                f"asked for {asked} devices that share a node's cores; the smallest node of the cluster has {cores:g}, "
+                f"of which pools with a cores_per_device hold {fixed:g}: ({cores:g} - {fixed:g}) / {sum(shares)} = "
+                f"{(cores - fixed) / sum(shares):.3g} cores each, and a device process needs at least {LEAST_CORES}. "
+                f"Lower pools.*.devices or pools.*.cores_per_device, or add cores to the Ray cluster."
             )
         share = math.floor(share) if share >= 1 else share
     return {

@@ -26,6 +26,8 @@ Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 6051\t0.05\tray::RuntimeEnvAgent
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/..."""
 
+DEAD = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail:"
+
 
 def died(message: str) -> ActorDiedError:
     error = ActorDiedError()
@@ -45,19 +47,19 @@ def test_an_out_of_memory_kill_names_the_amounts_and_the_largest_users():
     ("message", "cause"),
     [
         (
-            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-            "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ...",
+            f"{DEAD} Worker unexpectedly exits with a connection error code 2. End of file. Some common causes "
+            "include: (1) the process was killed by the OOM killer ...",
             "it was killed, crashed or exited without a word (Ray's SYSTEM_ERROR, end of file)",
         ),
         (
-            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-            "Worker exits unexpectedly. Worker exits with an exit code 1.\n The process receives a SIGTERM.",
-            "SYSTEM_ERROR: Worker exits unexpectedly. Worker exits with an exit code 1. The process receives a SIGTERM.",
+            f"{DEAD} Worker exits unexpectedly. Worker exits with an exit code 1.\n The process receives a SIGTERM.",
+            "SYSTEM_ERROR: Worker exits unexpectedly. Worker exits with an exit code 1. "
+            "The process receives a SIGTERM.",
         ),
         ("The actor is dead because it was killed by `ray.kill`.", "it was ended by ray.kill"),
         (
-            "The actor died unexpectedly before finishing this task.\n\tclass_name: DeviceProcess\nThe actor died because "
-            "its node has died. Node Id: ab12",
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: DeviceProcess\n"
+            "The actor died because its node has died. Node Id: ab12",
             "The actor died because its node has died. Node Id: ab12",
         ),
         ("Something new. " * 100, ("Something new. " * 100)[:300]),

@@ -15,7 +15,7 @@ def node(name: str, cpus: float, gpus: float = 0, **taken: dict[str, float]) -> 
 
 def test_each_entry_of_devices_gets_a_node_of_its_own():
     assert choose_nodes("p", [4, 4], {"CPU": 1}, [node("a", 8), node("b", 8)]) == ["a", "b"]
-    with pytest.raises(PlacementError, match=r"needs 2 node\(s\) with 4 \+ 4 = 8 devices"):
+    with pytest.raises(PlacementError, match=r"asked for 2 nodes x 4 devices of 1 CPU each, 8 CPU in all"):
         choose_nodes("p", [4, 4], {"CPU": 1}, [node("a", 8)])
 
 
@@ -44,8 +44,7 @@ def test_a_pool_that_does_not_fit_is_told_what_is_needed_free_and_taken():
         choose_nodes("rollout", [4], {"CPU": 1.0}, nodes)
     for part in (
         "pools.rollout.devices=[4]",
-        "needs 1 node(s) with 4 devices of 1 CPU each",
-        "4 CPU in all",
+        "asked for 1 node x 4 devices of 1 CPU each, 4 CPU in all; the cluster has 1 node(s):",
         "free 2 of 8 CPU",
     ):
         assert part in str(error.value)
@@ -81,5 +80,9 @@ def test_cores_left_open_are_shared_over_the_smallest_node(monkeypatch: pytest.M
     assert {p.cores_per_device for p in build_pools(open_pools).values()} == {0.33}
     monkeypatch.setattr(pool, "cluster_nodes", lambda: [node("a", 64)])
     assert {p.cores_per_device for p in build_pools(open_pools).values()} == {10.0}
-    with pytest.raises(PlacementError, match="no cores are left to share"):
+    with pytest.raises(PlacementError) as error:
         build_pools({**open_pools, "cpu": PoolConfig(devices=[64], kind="cpu", cores_per_device=1.0)})
+    assert "asked for 4 (train) + 2 (rollout) devices that share a node's cores" in str(error.value)
+    assert "has 64, of which pools with a cores_per_device hold 64: (64 - 64) / 6 = 0 cores each" in str(error.value)
+    with pytest.raises(PlacementError, match=r"\(64 - 0\) / 999 = 0.0641 cores each.*at least 0.1"):
+        build_pools({"train": PoolConfig(devices=[999])})

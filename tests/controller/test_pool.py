@@ -54,9 +54,9 @@ def test_a_pool_larger_than_the_cluster_is_refused_at_once_with_the_arithmetic(p
         ResourcePool("huge", [16]).start()
     assert time.monotonic() - before < 2.0
     text = str(error.value)
-    assert "pools.huge.devices=[16] needs 1 node(s) with 16 devices of 1 CPU each, 16 CPU in all" in text
+    assert "pools.huge.devices=[16] asked for 1 node x 16 devices of 1 CPU each, 16 CPU in all; the cluster" in text
     assert "free 7 of 8 CPU; 'main' holds 1 CPU; room for 7" in text
-    with pytest.raises(PlacementError, match="needs 2 node"):
+    with pytest.raises(PlacementError, match="asked for 2 nodes x 1 devices"):
         ResourcePool("two_nodes", [1, 1]).start()
 
 
@@ -151,7 +151,7 @@ TWO_NODES = """
     try:
         ResourcePool("three", [1, 1, 1]).start()
     except PlacementError as error:
-        assert "needs 3 node(s) with 1 + 1 + 1 = 3 devices" in str(error), error
+        assert "asked for 3 nodes x 1 devices" in str(error) and "has 2 node(s)" in str(error), error
     with ResourcePool("uneven", [1, 2]) as pool:
         held = {node.total["CPU"]: node.taken["uneven"]["CPU"] for node in cluster_nodes()}
         assert held == {4: 1, 2: 2}, held
