@@ -25,7 +25,7 @@ from hybridflow.controller.placement import AbsentRole
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.meta import mean_metrics
+from hybridflow.protocol.meta import join_metrics
 from hybridflow.timing import Timer
 from hybridflow.tracking import Tracker
 
@@ -94,7 +94,7 @@ class Run:
             batch: everything the step produced; its columns give metrics and samples.
         """
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
-        found = mean_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
+        found = join_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
         found |= {f"actor/{name}": value for name, value in metrics.items()}
         if metrics.get("update_skipped"):
             self.tracker.say(f"warning: step {self.step}: an update was skipped, its gradient norm is not finite.")

@@ -305,7 +305,7 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """Columns and meta data of both. A name both have must mean the same in both; NaN equals NaN.
 
-        ``meta_info["metrics"]`` becomes one dict with the names of both, averaged over workers where it was a list.
+        ``meta_info["metrics"]`` becomes one dict with the names of both, joined over workers where it was a list.
 
         Raises:
             DataError: where the numbers of rows differ; names the column and the first row that differ, or the

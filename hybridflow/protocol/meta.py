@@ -3,6 +3,9 @@
 Invariant: nothing is dropped and nothing is chosen in silence: equal values are kept, metrics are all collected (by
 concat, one dict a worker) or joined (by union, one dict), and any other difference is an error that names the key and
 both values.
+
+A metric says itself how the values of several workers become one: a plain number by its mean, ``Sum(n)`` by the sum,
+``Max(n)`` by the largest.
 """
 
 from __future__ import annotations
@@ -19,6 +22,14 @@ from hybridflow.protocol.columns import same_value, short
 METRICS = "metrics"
 
 
+class Sum(float):
+    """A metric of which several workers have the sum: tokens, bytes."""
+
+
+class Max(float):
+    """A metric of which several workers have the largest: seconds that they spend side by side, memory."""
+
+
 def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool = False) -> dict[str, Any]:
     """One dict with the keys of all parts; NaN equals NaN. A key need not be in every part.
 
@@ -26,7 +37,7 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
         method: name of the operation in error messages.
         collect_metrics: the parts are workers that report the same metrics of their own rows, so the key ``metrics``
             is collected as :func:`merge_metrics` does. Otherwise they report different metrics of the same rows: one
-            dict with the names of all (means over workers), where a name that two parts report must have one value.
+            dict with the names of all, where a name that two parts report must have one value.
 
     Raises:
         DataError: names the key, both values and both parts where parts differ.
@@ -47,7 +58,7 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
     if any(METRICS in part for part in parts):
         found = [part.get(METRICS, {}) for part in parts]
         merged[METRICS] = (
-            merge_metrics(found) if collect_metrics else merge(f"{method}, metrics", [mean_metrics(m) for m in found])
+            merge_metrics(found) if collect_metrics else merge(f"{method}, metrics", [join_metrics(m) for m in found])
         )
     return copied(merged)
 
@@ -67,18 +78,46 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def mean_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One dict of metrics as it is, or the means over several workers' dicts: NaN where one worker's is NaN or missing.
+def join_metrics(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One dict of metrics as it is, or several workers' dicts as one: NaN where one worker's is NaN or missing.
 
     Raises:
-        DataError: for a value that is no number; names the metric.
+        DataError: for a value that is no number, or kinds that differ (see :func:`join_metric`); names the metric.
     """
     dicts = merge_metrics([metrics]) if metrics else []
     for entry in dicts:
         for name, value in entry.items():
             if not isinstance(value, Real):
                 raise DataError(f"meta_info['metrics'][{name!r}] is {short(value)}; a metric is a number.")
-    return {name: sum(entry[name] for entry in dicts) / len(dicts) for name in (dicts[0] if dicts else {})}
+    return {name: join_metric(name, [entry[name] for entry in dicts]) for name in (dicts[0] if dicts else {})}
+
+
+def join_metric(name: str, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
+    """One metric of several workers: their sum if it is a :class:`Sum`, the largest if a :class:`Max`, else the mean.
+
+    Args:
+        name: of the metric, for the error.
+        values: one of each worker. Equal plain numbers stay what they are.
+        weights: of the mean; equal where None. A value of weight 0 does not count, even where it is NaN.
+
+    Raises:
+        DataError: where workers disagree on the kind; names the metric.
+    """
+    kinds = {kind for value in values for kind in (Sum, Max) if isinstance(value, kind)}
+    plain = [value for value in values if not isinstance(value, Sum | Max) and not math.isnan(value)]
+    if len(kinds) > 1 or (kinds and plain):
+        raise DataError(
+            f"metric {name!r}: workers report {[f'{type(value).__name__}({value:g})' for value in values]}; a metric "
+            "is a Sum, a Max or a plain number (a mean) on all of them."
+        )
+    if kinds == {Sum}:
+        return Sum(sum(values))
+    if kinds == {Max}:
+        return Max(math.nan if any(map(math.isnan, values)) else max(values))
+    if all(value == values[0] for value in values):
+        return values[0]
+    shares = weights or [1.0] * len(values)
+    return sum(share * value for share, value in zip(shares, values, strict=True) if share) / sum(shares)
 
 
 def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:

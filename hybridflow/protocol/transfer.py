@@ -33,6 +33,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridflow.errors import ConfigError, DataError, nearest
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.meta import join_metric
 from hybridflow.resharding.layout import Layout, generation_of, training_of
 
 PADDED_ROWS = "padded_rows"
@@ -316,7 +317,7 @@ def join(call: Call, dispatch: Dispatch, outputs: Sequence[Any], ranks: Sequence
     """One value from the outputs of ``ranks``: what DP, THREE_D and THREE_D_ALL_MICRO_DP return.
 
     A DataProto of each rank loses its padded rows, and all are concatenated in the order of the caller's rows; dicts of
-    numbers are averaged, weighted by the real rows behind them (a method that reduces over its replicas itself returns
+    numbers are joined (``meta.join_metric``; means weighted by the real rows behind them; a method that reduces over its replicas itself returns
     equal dicts, and they stay as they are); all None is None; anything else is a list in the order of ``ranks``.
 
     Raises:
@@ -377,7 +378,7 @@ def _in_order(call: Call, dispatch: Dispatch, parts: Mapping[int, DataProto]) ->
 
 
 def _average(call: Call, dispatch: Dispatch, ranks: Sequence[int], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of several ranks as one dict: the mean weighted by real rows. All ranks name the same metrics."""
+    """Metrics of several ranks as one dict: means are weighted by real rows. All ranks name the same metrics."""
     names = list(parts[0])
     for rank, part in zip(ranks, parts, strict=True):
         if set(part) != set(names):
@@ -386,14 +387,7 @@ def _average(call: Call, dispatch: Dispatch, ranks: Sequence[int], parts: Sequen
                 f"Return the same names on every rank."
             )
     weights = [len(dispatch.real_rows(rank)) if dispatch.rows else 1 for rank in ranks]
-
-    def mean(name: str) -> Any:
-        values = [part[name] for part in parts]
-        if all(value == values[0] for value in values):
-            return values[0]
-        return sum(w * v for w, v in zip(weights, values, strict=True) if w) / sum(weights)
-
-    return {name: mean(name) for name in names}
+    return {name: join_metric(name, [part[name] for part in parts], weights) for name in names}
 
 
 # ------------------------------------------------------------------------------------------------ registry

@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridflow.config import RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.protocol.meta import Max
 from hybridflow.rewards.functions import Outcome
 from hybridflow.rewards.pool import ScorePool
 
@@ -75,7 +76,7 @@ class Scorer:
             rewards=[outcome.reward for outcome in outcomes],
             solved=solved,
             errors=[outcome.error for outcome in outcomes],
-            metrics={**_means(outcomes), "seconds": time.perf_counter() - start},
+            metrics={**_means(outcomes), "seconds": Max(time.perf_counter() - start)},
         )
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import vllm_table
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.meta import Max, Sum
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.plan import Copy, plan_local
 from hybridflow.resharding.transport import copy_local
@@ -87,8 +88,8 @@ class RolloutWorker(Worker):
             The batch and, of each response: jagged ``responses`` int64, ``response_mask`` bool, ``rollout_log_probs``
             float32; ``weight_version`` int64 [B]; ``finish_reason``. ``meta_info["temperature"]`` is what the trainer
             divides logits by (1 after greedy generation). ``meta_info["metrics"]``, all of this device's rows:
-            ``generate/tokens``, ``generate/prompt_tokens``, ``generate/seconds``, ``generate/response_length`` (mean)
-            and ``generate/truncated`` (share that met ``rollout.max_tokens``).
+            ``generate/tokens`` and ``generate/prompt_tokens`` (sums), ``generate/seconds`` (the slowest device's),
+            ``generate/response_length`` (mean) and ``generate/truncated`` (share that met ``rollout.max_tokens``).
 
         Raises:
             DataError: a prompt is longer than ``rollout.max_prompt_tokens``.
@@ -152,9 +153,9 @@ def _columns(completions: list[Completion]) -> DataProto:
 def _metrics(completions: list[Completion], prompt_tokens: int, seconds: float) -> dict[str, float]:
     lengths = [len(c.token_ids) for c in completions]
     return {
-        "generate/tokens": float(sum(lengths)),
-        "generate/prompt_tokens": float(prompt_tokens),
-        "generate/seconds": seconds,
+        "generate/tokens": Sum(sum(lengths)),
+        "generate/prompt_tokens": Sum(prompt_tokens),
+        "generate/seconds": Max(seconds),
         "generate/response_length": sum(lengths) / len(lengths),
         "generate/truncated": sum(c.finish_reason == "length" for c in completions) / len(lengths),
     }
