@@ -285,7 +285,8 @@ class TrackingConfig(Settings):
     Attributes:
         trackers: any of ``tensorboard``, ``wandb``, ``mlflow``.
         project: name of the project (wandb) or experiment (mlflow).
-        rollouts_every: steps between dumps of samples to ``rollouts.jsonl``; 0 never.
+        rollouts_every: steps between dumps of samples to ``rollouts.jsonl``, where those of each evaluation go too; 0
+            dumps none.
         mismatch_limit: largest |rollout - trainer| log-probability that passes without a warning; 0 sets 1e-3 for
             float32 and 1.0 for bfloat16, whose own rounding moves single log-probabilities by half that.
     """

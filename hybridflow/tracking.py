@@ -114,6 +114,11 @@ class Tracker:
         if batch is not None and every and step % every == 0:
             self.log_rollouts(step, batch, tag)
 
+    def reported(self, step: int) -> Mapping[str, Any]:
+        """What has been reported of a step, if it is the last one; else nothing."""
+        last = self._metrics.last
+        return last if last and last["step"] == step else {}
+
     def log_rollouts(self, step: int, batch: DataProto, tag: str = "train") -> None:
         """Write each row of a batch to ``rollouts.jsonl``, in the background; columns it lacks are left out.
 
@@ -199,6 +204,9 @@ class JsonLines:
     Args:
         path: the file.
         resumed_step: what is there is kept up to this step (a torn last line is dropped); 0 empties the file.
+
+    Attributes:
+        last: the last row of :meth:`write_step`; empty where there is none.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -207,7 +215,7 @@ class JsonLines:
         if had_rows and not resumed_step:
             log.warning("%s of an earlier run is replaced.", path)
         self._file = path.open("r+b" if had_rows else "w+b")
-        end, self._last, self._last_at = self._position_after(resumed_step)
+        end, self.last, self._last_at = self._position_after(resumed_step)
         self._file.seek(end)
         self._file.truncate()
 
@@ -216,18 +224,18 @@ class JsonLines:
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the row of a step, or add to the last row where it is of the same step."""
-        if self._last and step < self._last["step"]:
+        if self.last and step < self.last["step"]:
             raise DataError(
-                f"{self.path}: step {step} is reported after step {self._last['step']}: steps do not go back."
+                f"{self.path}: step {step} is reported after step {self.last['step']}: steps do not go back."
             )
-        if self._last and step == self._last["step"]:
-            names = [*self._last.get("not_finite", ()), *row.get("not_finite", ())]
-            row = {**self._last, **row} | ({"not_finite": names} if names else {})
+        if self.last and step == self.last["step"]:
+            names = [*self.last.get("not_finite", ()), *row.get("not_finite", ())]
+            row = {**self.last, **row} | ({"not_finite": names} if names else {})
             self._file.seek(self._last_at)
         else:
             row = {"step": step, **row}
             self._last_at = self._file.tell()
-        self._last = dict(row)
+        self.last = dict(row)
         self._file.write(_line(row))
         self._file.truncate()
         self.flush()

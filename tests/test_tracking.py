@@ -89,6 +89,17 @@ def test_a_second_report_of_a_step_adds_to_its_row(tmp_path: Path) -> None:
     assert (rows[0]["a"], rows[0]["b"], rows[0]["not_finite"]) == (1.0, 2.0, ["bad", "worse"])
 
 
+def test_a_resumed_run_knows_what_was_reported_of_its_last_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.tracker() as tracker:
+        assert tracker.reported(1) == {}
+        tracker.log(1, {"evaluate/accuracy": 0.5})
+        tracker.log(2, {"reward/mean": 1})
+    with run.tracker(resumed_step=1) as tracker:
+        assert tracker.reported(1)["evaluate/accuracy"] == 0.5
+        assert tracker.reported(2) == {}, "its row was dropped"
+
+
 def test_numbers_that_are_not_finite_are_null_and_named(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.tracker() as tracker:

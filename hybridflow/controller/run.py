@@ -130,7 +130,7 @@ class Run:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Score held-out prompts under the current weights.
+        """Score held-out prompts under the current weights; the samples go to ``rollouts.jsonl`` as ``evaluate``.
 
         Returns:
             ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``, and the accuracy of each
@@ -144,6 +144,8 @@ class Run:
         prompts = prompts[: settings.size or len(prompts)].repeat(settings.n)
         batch = self.rollout.generate(prompts, sampling=settings.sampling, tag="evaluate")
         batch = batch.union(self.reward.score(batch))
+        if self.config.tracking.rollouts_every:
+            self.tracker.log_rollouts(self.step, batch, tag="evaluate")
         solved = batch["solved"].double()
         found = {
             "evaluate/accuracy": solved.mean().item(),
@@ -217,7 +219,9 @@ class Run:
     def _conclude(self) -> None:
         """After the last step: evaluate and save what the schedule has not, and say how the run ended."""
         interrupted = self.stop_reason == INTERRUPTED
-        if not interrupted and self.step > 0 and not self._due(self.config.evaluate.every):
+        due = self.step > 0 and not self._due(self.config.evaluate.every)
+        # A run that is resumed after its last step has been evaluated already.
+        if due and not interrupted and "evaluate/accuracy" not in self.tracker.reported(self.step):
             self._timer.flush()
             found = self.evaluate()
             if found:

@@ -85,6 +85,12 @@ class PromptSource:
             self._warn_of_overlap(rows, held_out)
         else:
             rows, held_out = split_rows(rows, config.evaluate_share, seed)
+            if config.evaluate_share and not held_out:
+                raise ConfigError(
+                    f"data.evaluate_share={config.evaluate_share}: all {len(rows)} rows of {config.train} have one and "
+                    "the same prompt, so none can be held out. Name other prompts in data.evaluate, or set "
+                    "data.evaluate_share=0 to go without evaluation."
+                )
         self._train = self._prompts(rows, "train")
         self._held_out = self._prompts(held_out, "evaluate")
         if config.prompts_per_step > len(self._train):

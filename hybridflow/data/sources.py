@@ -19,6 +19,7 @@ from hybridflow.errors import DataError, nearest
 
 REASONING_GYM = "reasoning_gym:"
 EXTENSIONS = (".jsonl", ".json", ".parquet")
+MESSAGE_KEYS = ("role", "content")
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval", "heldout")
 
 
@@ -209,6 +210,14 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
     for number, message in enumerate(prompt, 1):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(f"{where}: message {number} needs texts 'role' and 'content', but is {message!r:.120}.")
+        # Formats with one set of fields for all messages (parquet) fill those that a message lacks with nulls.
+        more = sorted(key for key, value in message.items() if key not in MESSAGE_KEYS and value not in (None, "", []))
+        if more:
+            raise DataError(
+                f"{where}: message {number} has {more[0]!r}, which would not reach the model: a message is a 'role' "
+                f"and a 'content'. Write what the model has to see into 'content', or remove "
+                f"{', '.join(map(repr, more))}."
+            )
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 

@@ -317,8 +317,9 @@ def join(call: Call, dispatch: Dispatch, outputs: Sequence[Any], ranks: Sequence
     """One value from the outputs of ``ranks``: what DP, THREE_D and THREE_D_ALL_MICRO_DP return.
 
     A DataProto of each rank loses its padded rows, and all are concatenated in the order of the caller's rows; dicts of
-    numbers are joined (``meta.join_metric``; means weighted by the real rows behind them; a method that reduces over its replicas itself returns
-    equal dicts, and they stay as they are); all None is None; anything else is a list in the order of ``ranks``.
+    numbers are joined (``meta.join_metric``; a mean is weighted by the real rows behind it; a method that reduces over
+    its replicas itself returns equal dicts, and they stay as they are); all None is None; anything else is a list in
+    the order of ``ranks``.
 
     Raises:
         DataError: where ranks return different kinds of value, or rows cannot be told from padding or put in order.

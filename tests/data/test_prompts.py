@@ -90,6 +90,16 @@ def test_equal_prompts_are_held_out_together():
     assert {uid % 2 for uid, _ in train} != {uid % 2 for uid, _ in held_out}
 
 
+def test_one_prompt_for_all_rows_leaves_nothing_to_hold_out_and_says_so(tokenizer, tmp_path: Path):
+    train = write_rows(tmp_path / "one.jsonl", *["1+1="] * 4)
+    with pytest.raises(ConfigError) as error:
+        source(train, tokenizer, evaluate_share=0.1)
+    assert "data.evaluate_share=0.1: all 4 rows of" in str(error.value)
+    assert "the same prompt, so none can be held out. Name other prompts in data.evaluate, or set" in str(error.value)
+    prompts = source(train, tokenizer, evaluate_share=0)
+    assert (len(prompts), len(prompts.held_out())) == (4, 0)
+
+
 def test_the_first_held_out_prompts_are_a_constant_random_sample(ten: str, tokenizer):
     prompts = source(ten, tokenizer, evaluate=ten, evaluate_share=0.5)
     order = prompts.held_out()["uid"].tolist()

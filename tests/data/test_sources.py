@@ -113,6 +113,11 @@ def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_pat
         ({"prompt": [], "ground_truth": "2"}, "a text or a list of messages"),
         ({"prompt": [{"role": "user"}], "ground_truth": "2"}, "message 1 needs texts 'role' and 'content'"),
         ({"prompt": [{"role": "assistant", "content": "2"}]}, "only an answer and no prompt"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "5", "tool_calls": [{"id": "a"}], "name": "x"}]},
+            "column 'messages': message 2 has 'name', which would not reach the model: a message is a 'role' and a "
+            "'content'. Write what the model has to see into 'content', or remove 'name', 'tool_calls'.",
+        ),
         ({"prompt": "1+1=", "ground_truth": "2", "extra_info": 3}, "extra_info is int"),
         (["1+1=", "2"], "not list"),
     ],
@@ -120,6 +125,19 @@ def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_pat
 def test_a_row_that_breaks_the_format_is_refused_with_its_line(tmp_path: Path, row: object, wanted: str):
     message = refusal(write_lines(tmp_path / "a.jsonl", row))
     assert wanted in message and "a.jsonl, line 1" in message
+
+
+def test_fields_that_a_message_lacks_may_be_null(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": "5"}]},
+        {"messages": [{**USER, "tool_calls": [], "name": None}, {"role": "assistant", "content": "5"}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet")["messages"][0][0].as_py().keys() > USER.keys()
+    assert [row.messages for row in read(tmp_path / "a.parquet")] == [[USER], [USER]]
 
 
 def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path):

@@ -129,12 +129,18 @@ def test_long_prompts_are_dropped_and_counted(run: Finished) -> None:
 
 
 def test_samples_are_kept_with_what_made_them(grpo: Finished) -> None:
-    rows = rows_of(grpo.run_dir / "rollouts.jsonl")
-    assert [row["step"] for row in rows] == [1] * 16 + [2] * 16
-    for row in rows:
+    every = rows_of(grpo.run_dir / "rollouts.jsonl")
+    assert [(row["step"], row["tag"]) for row in every[::16]] == [
+        (0, "evaluate"),
+        (1, "train"),
+        (2, "evaluate"),
+        (2, "train"),
+    ]
+    rows = [row for row in every if row["tag"] == "train"]
+    assert len(rows) == 32
+    for row in every:
         assert set(row) == KEYS
-        assert row["version"] == row["step"] - 1
-        assert row["tag"] == "train"
+        assert row["version"] == row["step"] - (row["tag"] == "train")
         assert re.fullmatch(r"<\|user\|>\d\d\+\d\d=<\|end\|><\|assistant\|>", row["prompt"])
         assert len(row["prompt_ids"]) == 9
         assert 1 <= len(row["response_ids"]) <= 6
@@ -147,8 +153,14 @@ def test_samples_are_kept_with_what_made_them(grpo: Finished) -> None:
     assert [row["group"] for row in rows[:16]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
 
+def test_the_samples_of_an_evaluation_are_those_that_its_accuracy_counts(run: Finished) -> None:
+    rows = [row for row in rows_of(run.run_dir / "rollouts.jsonl") if row["tag"] == "evaluate"]
+    found = {step: row["evaluate/accuracy"] for step, row in metrics_of(run.run_dir).items() if step != 1}
+    assert {step: sum(row["solved"] for row in rows if row["step"] == step) / 16 for step in (0, 2)} == found
+
+
 def test_supervised_runs_dump_their_answers(sft: Finished) -> None:
-    rows = rows_of(sft.run_dir / "rollouts.jsonl")
+    rows = [row for row in rows_of(sft.run_dir / "rollouts.jsonl") if row["tag"] == "train"]
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
     assert all(row["response"] == row["ground_truth"] + "<|end|>" for row in rows)
 
@@ -184,7 +196,7 @@ def test_an_answer_without_a_reward_is_kept_with_its_reason_and_counted(straight
             seen.add(reason)
     assert seen == set(reward.REASONS.values())
     for step in (1, 2, 3, 4):
-        rewards = [row["reward"] for row in rows if row["step"] == step]
+        rewards = [row["reward"] for row in rows if row["step"] == step and row["tag"] == "train"]
         valid = [value for value in rewards if value is not None]
         assert metrics[step]["reward/failed"] == pytest.approx(1 - len(valid) / 16)
         assert metrics[step]["reward/mean"] == pytest.approx(sum(valid) / len(valid))
