@@ -144,6 +144,8 @@ class ActorConfig(Settings):
         micro_batch_tokens: token budget of one forward on one device; above 0 it replaces ``micro_batch_size``.
         epochs: passes over each batch.
         shuffle: order of rows inside a pass: shuffled by the run's seed, or as they came.
+        balance: data-parallel ranks get rows of about the same work, for log-probabilities and for each update;
+            otherwise neighbouring rows. Results are the same.
     """
 
     mini_batch_size: int = 0
@@ -151,6 +153,7 @@ class ActorConfig(Settings):
     micro_batch_tokens: int = 0
     epochs: int = 1
     shuffle: bool = False
+    balance: bool = True
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 

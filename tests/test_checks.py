@@ -302,6 +302,26 @@ def test_a_generation_layout_that_makes_weights_travel_more_is_told(
     assert checked("pools.train.devices=[4]", "roles.rollout.layout={tp: 2}").warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "warnings"),
+    [
+        (["data.prompts_per_step=3", "rollout.n=3"], []),
+        (["data.prompts_per_step=3", "rollout.n=3", "actor.mini_batch_size=3"], []),
+        (
+            ["actor.mini_batch_size=1"],
+            [
+                "actor.mini_batch_size=1 is less than the 2 data-parallel ranks of roles.actor, so some of them have "
+                "nothing to compute in an update. Raise it to at least 2."
+            ],
+        ),
+    ],
+)
+def test_rows_need_not_divide_among_the_ranks(
+    overrides: list[str], warnings: list[str], checked: Callable[..., Plan]
+) -> None:
+    assert [text for text in checked(*overrides).warnings if "data-parallel" in text] == warnings
+
+
 def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[..., Plan]) -> None:
     plan = checked("roles.reference={pool: train}", "pools.spare.devices=[1]")
     assert plan.warnings == (
@@ -319,19 +339,9 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
     ("overrides", "message"),
     [
         (
-            ["data.prompts_per_step=3", "rollout.n=3"],
-            "data.prompts_per_step * rollout.n = 3 * 3 = 9 rows do not divide among the 2 data-parallel ranks of "
-            "roles.actor. Set data.prompts_per_step to a multiple of 2, such as 4.",
-        ),
-        (
             ["actor.mini_batch_size=48"],
             "actor.mini_batch_size=48 does not divide data.prompts_per_step * rollout.n = 32 * 8 = 256 rows. "
-            "Set it to one of 2, 4, 8, 16, 32, 64, 128, 256, or to 0 for the whole batch.",
-        ),
-        (
-            ["data.prompts_per_step=2", "rollout.n=3", "actor.mini_batch_size=3"],
-            "actor.mini_batch_size=3 does not divide among the 2 data-parallel ranks of roles.actor. "
-            "Set it to a multiple of 2, or to 0 for the whole batch.",
+            "Set it to one of 1, 2, 4, 8, 16, 32, 64, 128, 256, or to 0 for the whole batch.",
         ),
         (
             ["actor.micro_batch_tokens=39"],

@@ -42,3 +42,14 @@ def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str =
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
+
+
+def save_tokenizer(folder: Path, ids: int) -> str:
+    """Write a tokenizer that knows the ids below ``ids``, one word each; returns the folder's path."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(ids)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return str(folder)

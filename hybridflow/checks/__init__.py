@@ -87,7 +87,7 @@ def check(config: RunConfig) -> Plan:
 def _plan(facts: Facts, warnings: tuple[str, ...]) -> Plan:
     config = facts.config
     layouts = {role: facts.layout(role) for role in ROLES if role in facts.placed}
-    rows_each = facts.rows_per_update // layouts["actor"].dp
+    rows_each = math.ceil(facts.rows_per_update / layouts["actor"].dp)
     by_tokens = config.actor.micro_batch_tokens > 0
     return Plan(
         run_dir=facts.run_dir,

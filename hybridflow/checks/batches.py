@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
@@ -14,26 +13,20 @@ def batches_divide(facts: Facts) -> Iterator[Problem]:
     prompts, n, mini = facts.config.data.prompts_per_step, facts.config.rollout.n, facts.config.actor.mini_batch_size
     product = f"data.prompts_per_step * rollout.n = {prompts} * {n} = {facts.rows} rows"
     dp = facts.layout("actor").dp
-    # A rollout pads what does not divide; a training update must not.
-    if facts.rows % dp:
-        more = math.ceil(prompts / dp) * dp
-        yield Problem(
-            "data.prompts_per_step",
-            f"{product} do not divide among the {dp} data-parallel ranks of roles.actor. "
-            f"Set data.prompts_per_step to a multiple of {dp}, such as {more}.",
-        )
-    elif mini and facts.rows % mini:
-        fitting = [d for d in range(dp, facts.rows + 1, dp) if facts.rows % d == 0]
+    if mini and facts.rows % mini:
+        fitting = [d for d in range(1, facts.rows + 1) if facts.rows % d == 0]
         yield Problem(
             "actor.mini_batch_size",
             f"actor.mini_batch_size={mini} does not divide {product}. Set it to one of {', '.join(map(str, fitting))}, "
             "or to 0 for the whole batch.",
         )
-    elif mini % dp:
+    elif facts.rows_per_update < dp:
+        field, value = ("actor.mini_batch_size", f"actor.mini_batch_size={mini}") if mini else ("rollout.n", product)
         yield Problem(
-            "actor.mini_batch_size",
-            f"actor.mini_batch_size={mini} does not divide among the {dp} data-parallel ranks of roles.actor. "
-            f"Set it to a multiple of {dp}, or to 0 for the whole batch.",
+            field,
+            f"{value} is less than the {dp} data-parallel ranks of roles.actor, so some of them have nothing to "
+            f"compute in an update. Raise it to at least {dp}.",
+            warning=True,
         )
 
 

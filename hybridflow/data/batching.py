@@ -10,9 +10,13 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
+import torch
+
 from hybridflow.config import RunConfig
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.models.spec import ModelSpec
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import chunk_rows
 
 
 def partition(work: Sequence[float], num_parts: int, equal_counts: bool = False) -> list[list[int]]:
@@ -70,6 +74,90 @@ def keep_groups(column: str) -> Callable[[DataProto, int, RunConfig], list[list[
         return [sorted(row for group in part for row in members[group]) for part in parts]
 
     return spread
+
+
+def row_work(tokens: Sequence[int], hidden_size: int) -> list[float]:
+    """What rows cost in forward and backward, in tokens of a short row: n + n^2 / (12 * hidden_size).
+
+    A layer has about 12 h^2 weights (24 h^2 operations a token), and causal attention over n tokens takes 2 n h
+    operations a token.
+    """
+    return [n + n * n / (12 * hidden_size) for n in tokens]
+
+
+def update_rows(num_rows: int, config: RunConfig, step: int, epoch: int) -> list[list[int]]:
+    """Which rows of a step's batch share an optimizer update, in the order of the updates of one epoch.
+
+    It depends on the seed, the step and the epoch, and not on where the rows are.
+    """
+    settings = config.actor
+    order = list(range(num_rows))
+    if settings.shuffle:
+        seed = hash((config.seed, step, epoch)) % 2**63
+        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    size = settings.mini_batch_size or num_rows
+    return [order[start : start + size] for start in range(0, num_rows, size)]
+
+
+def by_work(batch: DataProto, num_parts: int, config: RunConfig) -> list[list[int]]:
+    """A ``spread``: the replicas' rows cost about the same (see :func:`row_work`); numbers differ by at most one.
+
+    Args:
+        batch: jagged ``prompts`` and ``responses``.
+        config: with ``actor.balance`` off, replicas get neighbouring rows.
+    """
+    return _share(batch, [list(range(len(batch)))], num_parts, config)
+
+
+def by_work_of_updates(batch: DataProto, num_parts: int, config: RunConfig) -> list[list[int]]:
+    """A ``spread``: the replicas' rows cost about the same in each optimizer update of the first epoch."""
+    return _share(
+        batch, update_rows(len(batch), config, int(batch.meta_info.get("step", 0)), epoch=0), num_parts, config
+    )
+
+
+def _share(batch: DataProto, updates: list[list[int]], num_parts: int, config: RunConfig) -> list[list[int]]:
+    """Share the rows of each update among parts."""
+    if num_parts == 1:
+        return [list(range(len(batch)))]
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    if not config.actor.balance:
+        for rows in updates:
+            for part, at in zip(parts, chunk_rows(len(rows), num_parts), strict=True):
+                part += [rows[i] for i in at]
+        return [sorted(part) for part in parts]
+    tokens = (batch.lengths("prompts") + batch.lengths("responses")).tolist()
+    work = row_work(tokens, ModelSpec.from_folder(config.model.path).hidden_size)
+    totals = [0.0] * num_parts
+    for rows in updates:
+        found = partition([work[row] for row in rows], num_parts, equal_counts=True)
+        # The fullest part of this update goes where there is least so far.
+        emptiest_first = sorted(range(num_parts), key=lambda part: totals[part])
+        for part, items in zip(emptiest_first, found, strict=True):
+            parts[part] += [rows[i] for i in items]
+            totals[part] += sum(work[rows[i]] for i in items)
+    return [sorted(part) for part in parts]
+
+
+def even_out(batches: Sequence[Sequence[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """As many micro-batches as the replica with most of them has: replicas that compute together need equal numbers.
+
+    The micro-batches with most tokens are halved; where only single rows are left, empty ones are added.
+
+    Args:
+        batches: rows of each micro-batch.
+        lengths: tokens by row number.
+        count: at least ``len(batches)``.
+    """
+    found = [list(rows) for rows in batches]
+    while len(found) < count:
+        most = max(found, key=lambda rows: sum(lengths[i] for i in rows) if len(rows) > 1 else -1, default=[])
+        if len(most) < 2:
+            found.append([])
+        else:
+            found.remove(most)
+            found += [most[::2], most[1::2]]
+    return found
 
 
 def micro_batches(lengths: Sequence[int], rows: int, tokens: int = 0) -> list[list[int]]:

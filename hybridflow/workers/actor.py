@@ -1,26 +1,38 @@
 """The policy in training: log-probabilities, updates, checkpoints.
 
 Where it stands: its engine's weights are what the rollout receives at each sync. The weight version is its count of
-training steps. Invariant: an update's result depends on the rows of each mini-batch alone, not on micro-batches
-or padding.
+training steps. Invariant: an update's result depends on the rows of each mini-batch alone, and which rows these are on
+the batch as the driver gave it: not on ranks, micro-batches or padding.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.losses import columns_of, objective
+from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.transfer import Protocol
+from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
 from hybridflow.workers.base import register
 from hybridflow.workers.policy import PolicyWorker, rows_of
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.batch import MicroBatch
+
+
+NUM_ROWS = "num_rows"
+"""Key in ``meta_info`` of an update's batch: its number of rows before it was spread."""
+
+
+def number_rows(batch: DataProto) -> DataProto:
+    """The batch with ``row_ids``: the number of each row in the driver's batch, int64 [B]."""
+    rows = len(batch)
+    return batch.union(DataProto.from_dict({"row_ids": torch.arange(rows)}, meta_info={NUM_ROWS: rows}))
 
 
 class ActorWorker(PolicyWorker):
@@ -32,7 +44,7 @@ class ActorWorker(PolicyWorker):
         updates = config.actor.epochs * (rows // (config.actor.mini_batch_size or rows))
         self.build_engine(config.actor.optimizer, total_updates=config.steps * updates)
 
-    @register(Protocol.THREE_D, uneven="balance")
+    @register(Protocol.THREE_D, uneven="balance", spread=by_work)
     def log_probs(self, batch: DataProto) -> DataProto:
         """Log-probabilities and entropy of every response token under the current weights.
 
@@ -45,12 +57,9 @@ class ActorWorker(PolicyWorker):
         log_probs, entropy = self.score(batch)
         return DataProto.from_dict(tensors={"log_probs": log_probs, "entropy": entropy})
 
-    @register(Protocol.THREE_D, uneven="refuse")
+    @register(Protocol.THREE_D, prepare=number_rows, uneven="balance", spread=by_work_of_updates)
     def update(self, batch: DataProto) -> dict[str, float]:
         """Train on the batch: ``epochs`` passes, one optimizer update a mini-batch.
-
-        Each data-parallel rank cuts its own part of the batch, so with several mini-batches which rows share an update
-        depends on the number of ranks.
 
         Args:
             batch: ``prompts``, ``responses``, ``response_mask``; for the loss ``ppo`` also ``log_probs`` (the old ones)
@@ -60,28 +69,22 @@ class ActorWorker(PolicyWorker):
             Means over the updates and over all data-parallel ranks (the same on each): the loss and its parts,
             ``grad_norm``, ``lr``, ``update_skipped``, ``updates``.
         """
-        settings = self.context.config.actor
-        replicas = self.context.layout.dp
-        rows = settings.mini_batch_size // replicas or len(batch)
+        config, meta = self.context.config, batch.meta_info
+        here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
+        place = {row: at for at, row in enumerate(here)}
         history: dict[str, list[float]] = defaultdict(list)
-        for epoch in range(settings.epochs):
-            order = self._order(len(batch), int(batch.meta_info.get("step", 0)), epoch)
-            for start in range(0, len(batch), rows):
-                for name, value in self._update_once(batch[order[start : start + rows]]).items():
+        for epoch in range(config.actor.epochs):
+            for rows in update_rows(meta[NUM_ROWS], config, int(meta.get("step", 0)), epoch):
+                for name, value in self._update_once(batch, [place[row] for row in rows if row in place]).items():
                     history[name].append(value)
         metrics = {name: sum(values) / len(values) for name, values in history.items()}
         return {**metrics, "updates": float(len(history["loss"]))}
 
-    def _order(self, rows: int, step: int, epoch: int) -> list[int]:
-        if not self.context.config.actor.shuffle:
-            return list(range(rows))
-        seed = hash((self.context.config.seed, step, epoch)) % 2**63
-        return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
-
-    def _update_once(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer update on this rank's rows of a mini-batch."""
+    def _update_once(self, batch: DataProto, rows: list[int]) -> dict[str, float]:
+        """One optimizer update on this rank's rows of a mini-batch, maybe none."""
         settings = self.context.config.actor.loss
         masks = rows_of(batch, "response_mask")
+        masks = [masks[i] for i in rows]
         counts = [float(sum(m.sum() for m in masks)), float(sum(bool(m.any()) for m in masks))]
         num_tokens, num_sequences = self.engine.sum_over_replicas(counts)
         columns = {key: rows_of(batch, key) for key in columns_of(settings)}
@@ -89,14 +92,11 @@ class ActorWorker(PolicyWorker):
         def loss_of(
             log_probs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            padded = {
-                key: pad_sequence([rows[i] for i in micro.rows], batch_first=True).to(micro.mask.device)
-                for key, rows in columns.items()
-            }
+            padded = {key: _padded(column, micro) for key, column in columns.items()}
             return objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
 
         sums, stepped = self.engine.update(
-            self.cut(batch, masked=True),
+            self.cut(batch, masked=True, rows=rows),
             loss_of,
             temperature=float(batch.meta_info.get("temperature", 1.0)),
             with_entropy=bool(settings.entropy_coef),
@@ -121,3 +121,9 @@ class ActorWorker(PolicyWorker):
         from hybridflow.engines.megatron import checkpoint
 
         checkpoint.load(self.engine, folder)
+
+
+def _padded(column: Sequence[torch.Tensor], micro: MicroBatch) -> torch.Tensor:
+    """The micro-batch's rows of a column as [b, T], on its device."""
+    rows = [column[i] for i in micro.rows]
+    return (pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)).to(micro.mask.device)

@@ -1,6 +1,7 @@
 """What the actor and the reference share: a language model on megatron-core that scores responses.
 
-Where it stands: between a batch's jagged columns and the engine's micro-batches. Rows come back in the order they came.
+Where it stands: between a batch's jagged columns and the engine's micro-batches. Invariants: rows come back in the
+order they came; data-parallel ranks run the same number of micro-batches, because their models may compute together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridflow.config import OptimizerConfig
-from hybridflow.data.batching import micro_batches
+from hybridflow.data.batching import even_out, micro_batches
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
@@ -44,12 +45,13 @@ class PolicyWorker(Worker):
             seed=config.seed,
         )
 
-    def cut(self, batch: DataProto, masked: bool) -> list[MicroBatch]:
-        """The rows of a batch as micro-batches, by the actor's settings.
+    def cut(self, batch: DataProto, masked: bool, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+        """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.
 
         Args:
             batch: columns ``prompts``, ``responses``, and ``response_mask`` if ``masked``.
             masked: want only the tokens that the mask keeps, else every response token.
+            rows: which rows to take, maybe none; None takes all.
         """
         from hybridflow.engines.megatron.batch import make_micro_batch
 
@@ -57,10 +59,11 @@ class PolicyWorker(Worker):
         prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
         masks = rows_of(batch, "response_mask") if masked else None
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-        return [
-            make_micro_batch(prompts, responses, masks, rows, self.engine.device)
-            for rows in micro_batches(lengths, settings.micro_batch_size, settings.micro_batch_tokens)
-        ]
+        rows = range(len(batch)) if rows is None else rows
+        taken = [lengths[i] for i in rows]
+        cuts = micro_batches(taken, settings.micro_batch_size, settings.micro_batch_tokens)
+        cuts = even_out(cuts, taken, self.engine.max_over_replicas(len(cuts)))
+        return [make_micro_batch(prompts, responses, masks, [rows[i] for i in cut], self.engine.device) for cut in cuts]
 
     def score(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy of every response token, jagged float32 [B, j] on the CPU."""

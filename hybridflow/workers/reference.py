@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.data.batching import by_work
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import register
@@ -14,7 +15,7 @@ class ReferenceWorker(PolicyWorker):
     def setup(self) -> None:
         self.build_engine(optimizer=None)
 
-    @register(Protocol.THREE_D, uneven="balance")
+    @register(Protocol.THREE_D, uneven="balance", spread=by_work)
     def log_probs(self, batch: DataProto) -> DataProto:
         """``ref_log_probs`` of every response token.
 

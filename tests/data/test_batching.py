@@ -2,14 +2,26 @@
 
 import itertools
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hybridflow.config import RunConfig
-from hybridflow.data.batching import keep_groups, micro_batches, partition
+from hybridflow.config import ActorConfig, ModelConfig, RunConfig
+from hybridflow.data.batching import (
+    by_work,
+    by_work_of_updates,
+    even_out,
+    keep_groups,
+    micro_batches,
+    partition,
+    row_work,
+    update_rows,
+)
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol.data import DataProto
+from tests.tiny_models import save_tiny_model
 
 
 def test_rows_of_similar_length_stand_together():
@@ -111,3 +123,77 @@ def test_cells_that_are_no_group_ids_are_refused():
         keep_groups("messages")(batch, 2, RunConfig())
     with pytest.raises(DataError, match=r"no column 'group'"):
         keep_groups("group")(batch, 2, RunConfig())
+
+
+def test_long_rows_cost_more_than_their_tokens():
+    # 120 + 120^2 / (12 * 10) = 120 + 120
+    assert row_work([0, 120], hidden_size=10) == [0.0, 240.0]
+
+
+def rows_of_lengths(lengths: list[int]) -> DataProto:
+    return DataProto.from_dict(
+        {
+            "prompts": DataProto.jagged([torch.zeros(1, dtype=torch.int64)] * len(lengths)),
+            "responses": DataProto.jagged([torch.zeros(n - 1, dtype=torch.int64) for n in lengths]),
+        },
+        meta_info={"step": 3},
+    )
+
+
+def settings(folder: Path, **actor: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(path=save_tiny_model(folder, "llama")), actor=ActorConfig(**actor))
+
+
+def test_replicas_get_rows_of_equal_work_or_neighbours(tmp_path: Path):
+    batch = rows_of_lengths([9, 8, 7, 6, 4, 3, 2, 1])
+    assert by_work(batch, 2, settings(tmp_path, balance=False)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert by_work(batch, 1, settings(tmp_path)) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    parts = by_work(batch, 2, settings(tmp_path))
+    lengths = [9, 8, 7, 6, 4, 3, 2, 1]
+    assert sorted(map(len, parts)) == [4, 4] and sums(lengths, parts) == [20, 20]
+
+
+def test_each_update_is_shared_by_its_work(tmp_path: Path):
+    """The two long rows of each update go to different replicas, whatever their place in the batch."""
+    config = settings(tmp_path, mini_batch_size=4, shuffle=True)
+    updates = update_rows(16, config, step=3, epoch=0)
+    lengths = [0] * 16
+    for rows in updates:
+        for row, length in zip(rows, (30, 30, 5, 5), strict=True):
+            lengths[row] = length
+    parts = by_work_of_updates(rows_of_lengths(lengths), 2, config)
+    assert sorted(map(len, parts)) == [8, 8]
+    for rows in updates:
+        for part in parts:
+            assert sum(lengths[row] for row in rows if row in part) == 35
+    neighbours = by_work_of_updates(rows_of_lengths(lengths), 2, settings(tmp_path, mini_batch_size=4, balance=False))
+    assert neighbours == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+
+
+def test_replicas_that_got_more_in_one_update_get_less_in_the_next(tmp_path: Path):
+    # Each update has rows of 9, 1 and 1 tokens: two replicas get 9 and 2 tokens of it, in turns.
+    batch = rows_of_lengths([9, 1, 1] * 4)
+    parts = by_work_of_updates(batch, 2, settings(tmp_path, mini_batch_size=3))
+    assert sums([9, 1, 1] * 4, parts) == [22, 22]
+
+
+def test_which_rows_share_an_update_depends_on_seed_step_and_epoch_alone(tmp_path: Path):
+    plain = settings(tmp_path, mini_batch_size=2)
+    assert update_rows(5, plain, step=1, epoch=0) == [[0, 1], [2, 3], [4]]
+    assert update_rows(5, settings(tmp_path), step=1, epoch=0) == [[0, 1, 2, 3, 4]]
+    mixed = settings(tmp_path, mini_batch_size=4, shuffle=True)
+    first = update_rows(12, mixed, step=1, epoch=0)
+    assert first == update_rows(12, mixed, step=1, epoch=0)
+    assert sorted(row for rows in first for row in rows) == list(range(12)) and len(first) == 3
+    others = [update_rows(12, mixed, step=2, epoch=0), update_rows(12, mixed, step=1, epoch=1)]
+    assert first not in others and others[0] != others[1]
+
+
+def test_replicas_come_to_equal_numbers_of_micro_batches():
+    lengths = [9, 8, 7, 6, 2, 1]
+    assert even_out([[0, 1], [2, 3], [4, 5]], lengths, 3) == [[0, 1], [2, 3], [4, 5]]
+    # 17 tokens are halved first, then 13; what is halved keeps its longest row first.
+    assert even_out([[0, 1], [2, 3], [4, 5]], lengths, 5) == [[4, 5], [0], [1], [2], [3]]
+    assert even_out([[0, 1, 2, 3]], lengths, 2) == [[0, 2], [1, 3]]
+    assert even_out([[0], [1]], lengths, 4) == [[0], [1], [], []]
+    assert even_out([], lengths, 2) == [[], []]

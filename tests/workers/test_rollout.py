@@ -15,6 +15,7 @@ from hybridflow.protocol.data import DataProto
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.workers.base import WorkerContext, registrations
 from hybridflow.workers.rollout import RolloutWorker, add_sample_ids, row_seed
+from tests.tiny_models import save_tokenizer
 
 pytest.importorskip("vllm")
 
@@ -39,23 +40,14 @@ class Trained:
         load_parameters(folder, self.table, self._parameters)
 
 
-def write_tokenizer(folder: str) -> str:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(KNOWN_IDS)}
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), unk_token="w0"
-    ).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def worker(folders, tmp_path_factory):
     config = RunConfig(
         name="test",
         seed=11,
-        model=ModelConfig(path=folders["tied"], tokenizer_path=write_tokenizer(str(tmp_path_factory.mktemp("words")))),
+        model=ModelConfig(
+            path=folders["tied"], tokenizer_path=save_tokenizer(tmp_path_factory.mktemp("words"), KNOWN_IDS)
+        ),
         rollout=RolloutConfig(max_prompt_tokens=64, max_tokens=12, kv_cache_gb=0.05),
     )
     peers = {"actor": types.SimpleNamespace(engine=Trained(folders["tied"]))}

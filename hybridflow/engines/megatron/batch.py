@@ -43,7 +43,7 @@ def make_micro_batch(
     rows: list[int],
     device: torch.device,
 ) -> MicroBatch:
-    """Join and pad the given rows.
+    """Join and pad the given rows. No rows make a micro-batch that asks for nothing.
 
     Args:
         prompts, responses: 1-D int64 token ids of every row of the batch.
@@ -54,6 +54,9 @@ def make_micro_batch(
         DataError: for an empty prompt (its first response token has nothing to be predicted from), or a mask of another
             length than its response.
     """
+    if not rows:
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        return MicroBatch(nothing, nothing, nothing - 1, torch.zeros(0, 0, dtype=torch.bool, device=device), rows=[])
     longest = max(len(prompts[i]) + len(responses[i]) for i in rows)
     widest = max(len(responses[i]) for i in rows)
     # The last token predicts nothing, so it is left out of the input.

@@ -141,6 +141,12 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.parallel.dp_group)
         return total.tolist()
 
+    def max_over_replicas(self, value: int) -> int:
+        """Largest of the data-parallel ranks' numbers."""
+        found = torch.tensor([value], device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.parallel.dp_group)
+        return int(found)
+
     def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Drive megatron-core's schedule over the micro-batches."""
         self.parallel.check()

@@ -1,0 +1,116 @@
+"""The actor on several ranks of a gloo world: how rows are shared and cut changes no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.config import ActorConfig, LossConfig, ModelConfig, OptimizerConfig, RunConfig
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Call, transfer_protocol
+from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.workers.base import registrations
+from tests.ranks import run_ranks
+from tests.tiny_models import VOCAB, save_tiny_model, save_tokenizer
+
+pytestmark = pytest.mark.distributed
+
+# 7 rows in updates of 3, 3 and 1: rows do not divide among two ranks, and in the last update one rank has none.
+TRAINING = {
+    "mini_batch_size": 3,
+    "epochs": 2,
+    "shuffle": True,
+    # A large eps keeps rounding of near-zero gradients from being blown up to a whole Adam step.
+    "optimizer": OptimizerConfig(lr=0.002, eps=1e-3),
+    "loss": LossConfig(kl_coef=0.1, aggregation="seq-mean-token-mean"),
+}
+
+
+def batch_of(num_rows: int) -> DataProto:
+    """What an update reads, of rows with very different lengths."""
+    generator = torch.Generator().manual_seed(5)
+
+    def column(make: Any) -> torch.Tensor:
+        return DataProto.jagged([make(1 + (5 * i) % 11) for i in range(num_rows)])
+
+    def noise(n: int) -> torch.Tensor:
+        return torch.randn(n, generator=generator)
+
+    tokens = {
+        "prompts": DataProto.jagged(
+            [torch.randint(2, VOCAB, (1 + i % 3,), generator=generator) for i in range(num_rows)]
+        ),
+        "responses": column(lambda n: torch.randint(2, VOCAB, (n,), generator=generator)),
+    }
+    numbers = {
+        "response_mask": column(lambda n: torch.rand(n, generator=generator) < 0.8),
+        "log_probs": column(lambda n: noise(n) - 4),
+        "ref_log_probs": column(lambda n: noise(n) - 4),
+        "advantages": column(noise),
+    }
+    return DataProto.from_dict({**tokens, **numbers}, meta_info={"step": 2, "temperature": 0.9})
+
+
+def call(worker: Any, name: str, batch: DataProto) -> Any:
+    """What the driver's group does with a method, on every rank: the answers of all are gathered and collected."""
+    import torch.distributed as dist
+
+    registration, context = registrations(type(worker))[name], worker.context
+    protocol = transfer_protocol(registration.protocol)
+    batch = batch if registration.prepare is None else registration.prepare(batch)
+    spread_by = registration.spread
+    spread = None if spread_by is None else lambda rows, parts: spread_by(rows, parts, context.config)
+    asked = Call((batch,), where=name, uneven=registration.uneven, spread=spread)
+    dispatch = protocol.distribute(context.layout, asked)
+    args, kwargs = dispatch.payloads[context.rank]
+    answers: list[Any] = [None] * context.world_size
+    dist.all_gather_object(answers, getattr(worker, name)(*args, **kwargs))
+    return protocol.collect(context.layout, asked, dispatch, answers)
+
+
+def train_on_rank(
+    rank: int, world: int, model: ModelConfig, runs: list[tuple[int, dict[str, Any]]]
+) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, float]]]:
+    """Of each run (number of rows, settings): the weights after two steps, log_probs then, and the last metrics."""
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    found = []
+    for num_rows, settings in runs:
+        batch, config = batch_of(num_rows), RunConfig(model=model, actor=ActorConfig(**{**TRAINING, **settings}))
+        worker = ActorWorker(WorkerContext("actor", rank, ParallelLayout(dp=world), config, {}, "train"))
+        worker.setup()
+        for _ in range(2):
+            metrics = call(worker, "update", batch)
+        scored = call(worker, "log_probs", batch).flat("log_probs")
+        found.append(({name: p.clone() for name, p in worker.engine.parameters().items()}, scored, metrics))
+    return found
+
+
+def test_results_do_not_depend_on_how_rows_are_shared_and_cut(tmp_path: Path):
+    model = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
+    )
+    [[(start, _, _), seven, one]] = run_ranks(
+        train_on_rank, 1, 1, model, [(7, {"epochs": 0}), (7, {"micro_batch_size": 8}), (1, {})]
+    )
+    weights, _, metrics = seven
+    assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 0.005
+    assert metrics["updates"] == 6
+    runs = [
+        (7, {"balance": True, "micro_batch_size": 2}),
+        (7, {"balance": False, "micro_batch_size": 1}),
+        (7, {"balance": True, "micro_batch_tokens": 16}),
+        # One rank has nothing but padding: it takes part in every collective and changes nothing.
+        (1, {}),
+    ]
+    for answers in run_ranks(train_on_rank, 2, 2, model, runs):
+        for run, (found, scored, numbers) in zip(runs, answers, strict=True):
+            weights, log_probs, metrics = seven if run[0] == 7 else one
+            for name, expected in weights.items():
+                torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6, msg=f"{run}: {name}")
+            torch.testing.assert_close(scored, log_probs, rtol=0, atol=2e-5)
+            assert numbers == pytest.approx(metrics, rel=1e-4, abs=1e-6), run
