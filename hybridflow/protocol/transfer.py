@@ -272,7 +272,7 @@ def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:
             return value
         wanted = rows[chunk]
         neighbours = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
-        # A slice stays a view of the caller's columns; other rows have to be copied.
+        # Neighbours are read as a view of the caller's columns, other rows as a copy.
         part = value[wanted[0] : wanted[0] + len(wanted)] if neighbours else value[wanted]
         part.meta_info[PADDED_ROWS] = padding[chunk]
         return part
