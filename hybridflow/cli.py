@@ -17,7 +17,7 @@ from hybridflow.checks import check
 from hybridflow.compose import CommandLine, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError
 from hybridflow.report import conclude, read_metrics
-from hybridflow.rewards.functions import load_function
+from hybridflow.rewards.components import check_reward
 from hybridflow.settings import SCHEMAS
 
 
@@ -60,7 +60,7 @@ def _check(arguments: Sequence[str]) -> None:
     config = typed(composed, schema, line.config_name)
     plan = check(config)
     if config.roles.get("reward") is not None:
-        load_function(config.reward.function, config.reward.options)
+        check_reward(config.reward)
     print(plan.placement_table())
     print("every setting is fine; nothing was started. Rows of data are read at the start of a run.")
 

@@ -198,23 +198,43 @@ class RolloutConfig(Settings):
 
 
 @dataclass
+class RewardComponentConfig(Settings):
+    """A further function whose value is added to the reward.
+
+    Attributes:
+        function: as ``reward.function``.
+        options: keyword arguments passed to the function at each call.
+        weight: what its value is multiplied by.
+    """
+
+    function: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass
 class RewardConfig(Settings):
     """How answers are scored.
 
     Attributes:
         function: ``package.module:name`` or ``path/file.py:name``; the built-in ones stand in ``hybridflow/rewards``.
         options: keyword arguments passed to the function at each call.
-        timeout: seconds one answer may take.
-        solved_at: a reward of at least this counts as solved.
+        components: further functions by name: reward = function + sum of weight * component. Each is logged as
+            ``reward/<name>``, the function's own value as ``reward/score``.
+        timeout: seconds one answer may take, all functions together.
+        solved_at: an answer is solved if the function's own value is at least this, where the function does not say.
         processes: processes that score per device of the reward's pool.
+        in_flight: answers that an async function has in flight in each process.
         max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
     """
 
     function: str = "hybridflow.rewards.verifiers:exact_match"
     options: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, RewardComponentConfig | None] = field(default_factory=dict)
     timeout: float = 10.0
     solved_at: float = 1.0
     processes: int = 1
+    in_flight: int = 64
     max_failed: float = 0.5
 
 

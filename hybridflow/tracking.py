@@ -284,7 +284,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The samples of a batch as JSON objects.
 
     Keys, where the batch has the column: uid, group, prompt, response, reward, solved, ground_truth, finish_reason,
-    reward_error, version, prompt_ids, response_ids, log_probs (the rollout's own).
+    reward_error, reward_components, version, prompt_ids, response_ids, log_probs (the rollout's own).
     """
     lists = {key: _ragged(batch, key) for key in ("prompts", "responses", "rollout_log_probs") if key in batch}
     texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
@@ -302,6 +302,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
         "ground_truth": _column(batch, "ground_truth"),
         "finish_reason": _column(batch, "finish_reason"),
         "reward_error": _column(batch, "reward_error"),
+        "reward_components": _column(batch, "reward_components"),
         "version": _column(batch, "weight_version"),
         "prompt_ids": lists.get("prompts"),
         "response_ids": lists.get("responses"),

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lower never imports higher. Rooms of one rank may import one another.
 RANKS = [
-    ("errors", "config", "settings", "compose", "platform", "timing", "algorithms", "protocol", "resharding"),
+    ("errors", "config", "importing", "settings", "compose", "platform", "timing"),
+    ("algorithms", "protocol", "resharding"),
     ("models", "data", "rewards"),
     ("checks", "checkpoint", "tracking", "sinks", "report"),
     ("engines",),
@@ -33,7 +34,7 @@ EAGER = {"engines", "workers", "controller", "cli", "examples"}
 
 # Importable without ray, vllm, megatron and transformers: the pure half of the system.
 PURE = (
-    *("errors", "config", "settings", "compose", "checks", "platform", "timing"),
+    *("errors", "config", "importing", "settings", "compose", "checks", "platform", "timing"),
     *("algorithms", "protocol", "resharding/layout", "resharding/plan"),
 )
 

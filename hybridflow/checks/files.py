@@ -14,8 +14,10 @@ from hybridflow.checks.placement import MODEL_ROLES
 from hybridflow.checks.values import DTYPE_BYTES
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ModelError, nearest
+from hybridflow.rewards.components import SCORE, components_of
 
 KV_BLOCK_TOKENS = 32
+REWARD_METRICS = ("mean", "failed", "solved", "seconds", "groups_without_signal", "kl", "overlong_penalty", SCORE)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -126,13 +128,25 @@ def data_exists(facts: Facts) -> Iterator[Problem]:
 
 
 @rule()
-def reward_function_is_named(facts: Facts) -> Iterator[Problem]:
-    name = facts.config.reward.function
-    where, colon, function = name.rpartition(":")
-    if not (colon and where and function.isidentifier()):
-        yield Problem("reward.function", f"reward.function={name!r}: write package.module:name or path/file.py:name.")
-    elif where.endswith(".py") and not Path(where).is_file():
-        yield Problem("reward.function", f"reward.function={name!r}: there is no file {where}.")
+def reward_functions_are_named(facts: Facts) -> Iterator[Problem]:
+    for component in components_of(facts.config.reward):
+        name, path = component.function, f"{component.setting}.function"
+        where, colon, function = name.rpartition(":")
+        if not (colon and where and function.isidentifier()):
+            yield Problem(path, f"{path}={name!r}: write package.module:name or path/file.py:name.")
+        elif where.endswith(".py") and not Path(where).is_file():
+            yield Problem(path, f"{path}={name!r}: there is no file {where}.")
+
+
+@rule()
+def reward_components_have_names_of_their_own(facts: Facts) -> Iterator[Problem]:
+    for name in facts.config.reward.components:
+        if name in REWARD_METRICS or "/" in name or not name.strip():
+            yield Problem(
+                f"reward.components.{name}",
+                f"reward.components: {name!r} cannot be the name of a component: it is logged as reward/<name>, where "
+                f"{', '.join(REWARD_METRICS)} mean something else, and '/' separates. Choose another name.",
+            )
 
 
 @rule("name")

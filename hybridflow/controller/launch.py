@@ -21,7 +21,7 @@ from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
 from hybridflow.data.prompts import PromptSource, SupervisedSource
 from hybridflow.models.tokenizer import load_tokenizer
-from hybridflow.rewards.functions import load_function
+from hybridflow.rewards.components import check_reward
 from hybridflow.tracking import Tracker
 
 
@@ -45,7 +45,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
     source = kind(config.data, tokenizer, config.rollout, config.seed)
     print(source.describe())
     if config.roles.get("reward") is not None:
-        load_function(config.reward.function, config.reward.options)
+        check_reward(config.reward)
     store = CheckpointStore(plan.run_dir / "checkpoints", config.checkpoint.keep)
     resumed = resume_from(config.checkpoint.resume, store)
 

@@ -1,29 +1,25 @@
-"""A user's reward function: found by its import path, called with one answer, its value checked.
+"""A user's reward functions: found by their import paths, called with one answer, their values checked.
 
-Where it stands: inside each scoring process, and once in the role's process before the run. A reward function has the
-signature ``f(prompts, responses, ground_truth, **columns) -> list``; every argument is a list with one entry an answer.
-Invariant: whatever a function returns becomes a finite reward or a reason why there is none.
+Where it stands: inside each scoring process, and once in the driver before the run. A reward function has the signature
+``f(prompts, responses, ground_truth, **columns) -> list``; every argument is a list with one entry an answer; it may be
+``async``. Invariant: whatever a function does or returns becomes a finite reward or a reason why there is none.
 
 This module is imported by every scoring process: it imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
-from collections.abc import Callable, Mapping
+import pickle
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hybridflow.errors import RewardError, nearest
+from hybridflow.importing import describe_error, import_function, is_async, parameters_of
 
-RewardFunction = Callable[..., Any]
 ARGUMENTS = ("prompts", "responses", "ground_truth")
 """Arguments that every reward function takes; the further columns are offered, not forced on it."""
 
@@ -53,121 +49,96 @@ def failure(reason: str) -> Outcome:
     return Outcome(error=reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 4] + " ...")
 
 
-def load_function(path: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
-    """Import a reward function.
+@dataclass(frozen=True)
+class Component:
+    """One function of a reward, as the configuration names it.
 
-    Args:
-        path: ``package.module:name`` or ``path/file.py:name``.
-        options: ``reward.options``; checked against the signature.
+    Attributes:
+        setting: where it stands: ``reward``, or ``reward.components.<name>``.
+        function: ``package.module:name`` or ``path/file.py:name``.
+        options: keyword arguments of every call.
+    """
+
+    setting: str
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Call:
+    """A component's function, imported and ready to be called with one answer.
+
+    Attributes:
+        is_async: what it returns has to be awaited.
 
     Raises:
         RewardError: if there is no such module, file or function, if its import fails, or if it cannot be called with
-            the arguments of a reward function.
+            the arguments of a reward function and the component's options.
     """
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise RewardError(f"reward.function={path!r}: write package.module:name or path/file.py:name.")
-    module = _load_file(where, path) if where.endswith(".py") else _load_module(where, path)
-    function: Any = getattr(module, name, None)
-    if function is None:
-        raise RewardError(f"reward.function={path!r}: {where} has no {name!r}.{nearest(name, _functions_in(module))}")
-    if not callable(function):
-        raise RewardError(
-            f"reward.function={path!r}: {name} is a {type(function).__name__}, not a function."
-            f"{nearest(name, _functions_in(module))}"
-        )
-    if inspect.iscoroutinefunction(function):
-        raise RewardError(f"reward.function={path!r}: {name} is async; a reward function returns its values directly.")
-    _check_signature(function, path, options or {})
-    return function
+
+    def __init__(self, component: Component) -> None:
+        setting = f"{component.setting}.function"
+        self._function = import_function(component.function, setting, RewardError, may_be_async=True)
+        self._options = dict(component.options)
+        self._known = parameters_of(self._function)
+        if self._known is not None:
+            _check_signature(component, self._known)
+        self.is_async = is_async(self._function)
+
+    def __call__(self, row: Mapping[str, Any]) -> Any:
+        """What the function returns for one row: one entry of each column. Options win over a column of their name."""
+        columns = {key: [value] for key, value in row.items() if self._known is None or key in self._known}
+        return self._function(**{**columns, **self._options})
 
 
-def _load_module(name: str, path: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise RewardError(
-                f"reward.function={path!r}: there is no module {error.name!r}. Install it, put its folder on "
-                "PYTHONPATH, or give the file: path/file.py:name."
-            ) from error
-        raise RewardError(f"reward.function={path!r}: importing {name} failed: {describe_error(error)}") from error
-
-
-def _load_file(where: str, path: str) -> ModuleType:
-    file = Path(where).resolve()
-    if not file.is_file():
-        beside = [p.name for p in file.parent.glob("*.py")]
-        raise RewardError(f"reward.function={path!r}: there is no file {file}.{nearest(file.name, beside)}")
-    name = f"hybridflow_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward.function={path!r}: {file} cannot be imported.")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up by name while it is being executed.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward.function={path!r}: importing {file} failed: {describe_error(error)}") from error
-    return module
-
-
-def _functions_in(module: ModuleType) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isroutine(value) and not name.startswith("_") and value.__module__ == module.__name__
-    ]
-
-
-def _check_signature(function: RewardFunction, path: str, options: Mapping[str, Any]) -> None:
-    parameters = _parameters(function)
-    if parameters is None:
-        return
-    clash = set(options) & set(ARGUMENTS)
+def _check_signature(component: Component, known: Sequence[str]) -> None:
+    clash = set(component.options) & set(ARGUMENTS)
     if clash:
-        raise RewardError(f"reward.options.{clash.pop()} is an argument that every call fills; rename the option.")
+        raise RewardError(
+            f"{component.setting}.options.{clash.pop()} is an argument that every call fills; rename the option."
+        )
     for name in ARGUMENTS:
-        if name not in parameters:
+        if name not in known:
             raise RewardError(
-                f"reward.function={path!r} takes ({', '.join(parameters)}): it has no argument {name!r}. A reward "
-                "function is f(prompts, responses, ground_truth, **columns) -> list with one value an answer."
+                f"{component.setting}.function={component.function!r} takes ({', '.join(known)}): it has no argument "
+                f"{name!r}. A reward function is f(prompts, responses, ground_truth, **columns) -> list with one value "
+                "an answer."
             )
-    for name in options:
-        if name not in parameters:
-            raise RewardError(f"reward.options.{name}: {path} has no such argument.{nearest(name, parameters)}")
+    for name in component.options:
+        if name not in known:
+            raise RewardError(
+                f"{component.setting}.options.{name}: {component.function} has no such argument.{nearest(name, known)}"
+            )
 
 
-def _parameters(function: RewardFunction) -> list[str] | None:
-    """Names a function can be called with; None where it takes any (``**columns``) or cannot be inspected.
-
-    A function with ``**columns`` still has to name the three arguments or let ``**columns`` take them.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
-
-
-def score_one(function: RewardFunction, row: Mapping[str, Any], options: Mapping[str, Any]) -> Outcome:
-    """Call a reward function with one answer.
+async def score_row(calls: Sequence[Call], question: bytes) -> list[Outcome]:
+    """Score one answer by one function after the other, up to the first that fails. Suspends in async functions only.
 
     Args:
-        function: from :func:`load_function`.
-        row: one entry of each column: ``prompts``, ``responses``, ``ground_truth``, and further ones.
-        options: ``reward.options``; they win over a column of the same name.
+        question: the row of the answer, pickled.
     """
-    known = _parameters(function)
-    columns = {key: [value] for key, value in row.items() if known is None or key in known}
     try:
-        return outcome_of(function(**{**columns, **options}))
-    except BaseException as error:  # SystemExit from a user's function is a failing answer like any other.
-        return failure(describe_error(error))
+        row: Mapping[str, Any] = pickle.loads(question)
+    except Exception as error:
+        return [failure(f"the answer's columns cannot be read: {describe_error(error)}")]
+    outcomes: list[Outcome] = []
+    for call in calls:
+        try:
+            values = call(row)
+            outcome = outcome_of(await values if inspect.isawaitable(values) else values)
+            stop_alarms()
+        except BaseException as error:  # SystemExit, or an alarm that was left behind, is a failing answer too.
+            stop_alarms()
+            outcome = failure(describe_error(error))
+        outcomes.append(outcome)
+        if outcome.error is not None:
+            break
+    return outcomes
+
+
+def stop_alarms() -> None:
+    """Stop the timers that a function has left running; they would end the answer after it."""
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        signal.setitimer(timer, 0)
 
 
 def outcome_of(values: Any) -> Outcome:
@@ -217,10 +188,3 @@ def _number(value: Any, place: str = "") -> float:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}" if isinstance(value, str | int | float) else type(value).__name__
-
-
-def describe_error(error: BaseException) -> str:
-    """An exception in one line: type, message, and the line of code it came from."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text

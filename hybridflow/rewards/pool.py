@@ -1,9 +1,10 @@
 """Processes that score answers, each answer with a deadline, none able to hurt another.
 
 Where it stands: under :class:`hybridflow.rewards.scorer.Scorer`. Each lane is one thread with one process
-(:mod:`hybridflow.rewards.process`): it hands over a few answers, waits for each reply until that answer's deadline, and
-replaces a process that hung or died. Invariant: one outcome per row, in order, whatever a reward function does; what
-one answer does to its process costs no other answer its outcome.
+(:mod:`hybridflow.rewards.process`): it hands over a few answers, takes replies, and replaces a process that hung or
+died. Invariant: one result per row, in order, whatever a reward function does. What one answer does to its process
+costs no other answer its result: the process's :class:`Mark` says whose code was running, and the others are asked
+again; where it does not say, each is asked again alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -24,36 +26,43 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.functions import Outcome, failure
+from hybridflow.rewards.functions import Component, Outcome, failure
+from hybridflow.rewards.mark import NOBODY, SIZE, Mark
 
 START_TIMEOUT = 180.0
-"""Seconds a process may take to import the reward function."""
+"""Seconds a process may take to import the reward's functions."""
 
 HAND_OVER = 0.01
 """Seconds of work that a lane hands over at once: many quick answers (a message each would cost more than they do), one
 slow one (so that no other waits behind it while another lane is idle)."""
 
+LOOK_AGAIN = 0.05
+"""Seconds between looks for more answers while some are in flight."""
+
 Row = Mapping[str, Any]
 
 
 class ScorePool:
-    """Scores rows by a reward function in processes of its own.
+    """Scores rows by reward functions in processes of its own.
 
     Args:
-        function: import path, ``package.module:name`` or ``path/file.py:name``.
-        options: keyword arguments of every call.
+        components: the functions; each row is scored by all, in order, up to the first that fails.
         timeout: seconds one answer may take.
-        processes: answers scored at once.
+        processes: processes; plain functions score one answer at once in each.
+        in_flight: answers that each process has in flight at once where a function is async.
 
     Raises:
-        RewardError: where the function cannot be imported or called.
+        RewardError: where a function cannot be imported or called.
     """
 
-    def __init__(self, function: str, options: Mapping[str, Any], timeout: float, processes: int) -> None:
-        if processes < 1 or timeout <= 0:
-            raise RewardError(f"reward.processes={processes} and reward.timeout={timeout} have to be above 0.")
+    def __init__(self, components: Sequence[Component], timeout: float, processes: int, in_flight: int) -> None:
+        if processes < 1 or timeout <= 0 or in_flight < 1:
+            raise RewardError(
+                f"reward.processes={processes}, reward.timeout={timeout} and reward.in_flight={in_flight} have to be "
+                "above 0."
+            )
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._lanes = [_Lane(function, dict(options), timeout, self._tasks) for _ in range(processes)]
+        self._lanes = [_Lane(components, timeout, in_flight, self._tasks) for _ in range(processes)]
         for lane in self._lanes:
             lane.start()
         errors = [lane.started() for lane in self._lanes]
@@ -61,8 +70,8 @@ class ScorePool:
             self.close()
             raise RewardError(next(error for error in errors if error))
 
-    def score(self, rows: Sequence[Row]) -> list[Outcome]:
-        """Score rows; blocks until each has an outcome. At most ``timeout`` a row, plus the start of a new process."""
+    def score(self, rows: Sequence[Row]) -> list[list[Outcome]]:
+        """Score rows; blocks until each has a result: an outcome of each component, up to the first that failed."""
         tasks = [_Task(row) for row in rows]
         for task in tasks:
             self._tasks.put(task)
@@ -87,15 +96,18 @@ class _Task:
     def __init__(self, row: Row) -> None:
         self.row = row
         self._done = threading.Event()
-        self._outcome = failure("not scored")
+        self._outcomes: list[Outcome] = []
 
-    def finish(self, outcome: Outcome) -> None:
-        self._outcome = outcome
+    def finish(self, outcomes: list[Outcome]) -> None:
+        self._outcomes = outcomes
         self._done.set()
 
-    def result(self) -> Outcome:
+    def fail(self, reason: str) -> None:
+        self.finish([failure(reason)])
+
+    def result(self) -> list[Outcome]:
         self._done.wait()
-        return self._outcome
+        return self._outcomes
 
 
 class _Lane(threading.Thread):
@@ -106,110 +118,176 @@ class _Lane(threading.Thread):
     """
 
     def __init__(
-        self, function: str, options: dict[str, Any], timeout: float, tasks: queue.SimpleQueue[_Task | None]
+        self,
+        components: Sequence[Component],
+        timeout: float,
+        in_flight: int,
+        tasks: queue.SimpleQueue[_Task | None],
     ) -> None:
         super().__init__(name="reward-lane", daemon=True)
-        self._function, self._options, self._timeout, self._tasks = function, options, timeout, tasks
+        self._components, self._timeout, self._in_flight, self._tasks = components, timeout, in_flight, tasks
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._first_start: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._too_late = f"timeout after {timeout:g} s"
+        self._is_async = self._closing = False
+        self._outlived = False  # the process may still run what was given up; it is replaced when it is idle
+        self._out: dict[int, _Task] = {}  # handed over and not yet answered, by number
+        self._number = 0
+        self._again: deque[_Task] = deque()  # handed over to a process that was lost over another one
+        self._suspects: deque[_Task] = deque()  # one of them did it: each goes alone
+        self._alone = False
+        self._at_once, self._sent = 1, 0.0
 
     def started(self) -> str | None:
-        """Wait for the first process; what is wrong with the reward function, or None."""
+        """Wait for the first process; what is wrong with the reward's functions, or None."""
         return self._first_start.get()
 
     def run(self) -> None:
-        try:
-            self._first_start.put(self._start())
-        except Exception as error:
-            self._first_start.put(f"a scoring process did not start: {type(error).__name__}: {error}")
-        more, count = True, 1
-        while more:
-            tasks, more = self._take(count)
-            start = time.monotonic()
-            self._score(tasks)
-            per_answer = (time.monotonic() - start) / max(1, len(tasks))
-            count = max(1, min(2 * count, int(HAND_OVER / max(per_answer, 1e-6))))
+        self._first_start.put(self._start())
+        while self._hand_over():
+            if self._out:
+                self._collect()
         self._end(grace=0.5)
 
-    def _take(self, count: int) -> tuple[list[_Task], bool]:
-        """Wait for a task, take up to ``count`` that are there, and say whether to come back for more."""
-        tasks: list[_Task] = []
-        with contextlib.suppress(queue.Empty):
-            while len(tasks) < count:
-                task = self._tasks.get(block=not tasks)
-                if task is None:
-                    return tasks, False
-                tasks.append(task)
-        return tasks, True
+    # -- handing over
 
-    def _score(self, tasks: Sequence[_Task]) -> None:
-        """Finish every task. Where the process is lost over one, the ones behind it go to the next process."""
-        waiting: deque[tuple[_Task, bytes]] = deque()
+    def _hand_over(self) -> bool:
+        """Give the process what it has room for; False once the pool closes and nothing is left to do."""
+        if self._outlived and not self._out and self._tasks.empty():
+            self._end()
+            self._start()
+        tasks = self._take()
+        error = self._start() if tasks and self._pipe is None else None
+        if error is not None:
+            tasks.pop(0).fail(error)
+            self._again.extend(tasks)
+            return True
+        questions: list[tuple[int, bytes]] = []
         for task in tasks:
             try:
-                waiting.append((task, pickle.dumps(dict(task.row), protocol=5)))
+                questions.append((self._number, pickle.dumps(dict(task.row), protocol=5)))
             except Exception as error:
-                task.finish(failure(f"the answer's columns cannot be sent: {type(error).__name__}: {error}"))
-        while waiting:
-            try:
-                error = self._start() if self._pipe is None else None
-                if error is None:
-                    self._exchange(waiting)
-            except Exception as exception:
-                self._end()
-                error = f"{type(exception).__name__}: {exception}"
-            if error is not None:
-                waiting.popleft()[0].finish(failure(error))
+                task.fail(f"the answer's columns cannot be sent: {type(error).__name__}: {error}")
+                continue
+            self._out[self._number] = task
+            self._number += 1
+        if questions:
+            assert self._pipe is not None
+            self._sent = time.monotonic()
+            with contextlib.suppress(OSError):  # a process that is gone is noticed where its replies are taken
+                self._pipe.send(questions)
+        return bool(self._out or self._again or self._suspects) or not self._closing
 
-    def _exchange(self, waiting: deque[tuple[_Task, bytes]]) -> None:
-        """Hand over all that wait and take replies, until none waits or the process is lost over the first of them."""
+    def _take(self) -> list[_Task]:
+        """Tasks to hand over now; waits for one where nothing else is to be done."""
+        if self._suspects or self._alone:
+            if self._out:
+                return []
+            self._alone = bool(self._suspects)
+            if self._alone:
+                return [self._suspects.popleft()]
+        room = self._in_flight - len(self._out) if self._is_async else 0 if self._out else self._at_once
+        tasks: list[_Task] = []
+        with contextlib.suppress(queue.Empty):
+            while len(tasks) < room:
+                if self._again:
+                    tasks.append(self._again.popleft())
+                    continue
+                if self._closing:
+                    break
+                task = self._tasks.get(block=not (tasks or self._out))
+                if task is None:
+                    self._closing = True
+                    break
+                tasks.append(task)
+        return tasks
+
+    # -- taking replies
+
+    def _collect(self) -> None:
+        """Take replies; find out whether the process is lost, and over which answer."""
         assert self._pipe is not None
-        lost: str | None = None
+        count = len(self._out)
         try:
-            self._pipe.send([question for _, question in waiting])
-            while waiting and lost is None:
-                if self._pipe.poll(self._timeout):
-                    outcome = self._pipe.recv()
-                    waiting.popleft()[0].finish(outcome)
-                else:
-                    self._end()
-                    lost = f"timeout after {self._timeout:g} s"
+            while self._out:
+                if not self._pipe.poll(self._patience()):
+                    number, at = self._mark.read()
+                    if time.monotonic() - max(at, self._sent) > self._timeout:
+                        self._end()
+                        return self._lost(number, self._too_late)
+                    return
+                number, outcomes = pickle.loads(self._pipe.recv_bytes())
+                self._out.pop(number).finish(outcomes)
+                if self._is_async:
+                    self._outlived |= outcomes[-1].error == self._too_late
+                    return
         except (EOFError, OSError):
-            lost = f"the scoring process died ({self._end(grace=1)})"
-        if lost is not None:
-            waiting.popleft()[0].finish(failure(lost))
+            how = self._end(grace=1)
+            return self._lost(self._mark.read()[0], f"the scoring process died ({how})")
+        per_answer = (time.monotonic() - self._sent) / count
+        self._at_once = max(1, min(2 * self._at_once, int(HAND_OVER / max(per_answer, 1e-6))))
+
+    def _patience(self) -> float:
+        """Seconds to wait for a reply before looking at something else."""
+        left = max(self._mark.read()[1], self._sent) + self._timeout - time.monotonic()
+        return max(0.001, min(left, LOOK_AGAIN) if self._is_async else left)
+
+    def _lost(self, number: int, reason: str) -> None:
+        """The process is gone over the answer ``number``, or over NOBODY knows which. The others are asked again."""
+        guilty = self._out.pop(number, None)
+        if guilty is None and number == NOBODY and len(self._out) == 1:
+            guilty = self._out.popitem()[1]
+        if guilty is not None:
+            guilty.fail(reason)
+        # A number that is not out is an answer that was given up before, so none of those that are out is to blame.
+        known = guilty is not None or number != NOBODY
+        (self._again if known else self._suspects).extend(self._out.values())
+        self._out.clear()
+
+    # -- the process
 
     def _start(self) -> str | None:
-        """Start a process and wait until it has the function; what went wrong, or None."""
+        """Start a process and wait until it has the functions; what went wrong, or None."""
+        try:
+            return self._try_start()
+        except (EOFError, OSError) as error:
+            how = self._end(grace=1) or f"{type(error).__name__}: {error}"
+            return f"{self._names()}: the process died while importing it ({how})"
+
+    def _try_start(self) -> str | None:
         ours, theirs = socket.socketpair()
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             # One answer is one thread's work; the cores belong to the lanes.
             "OMP_NUM_THREADS": "1",
         }
-        program = f"from hybridflow.rewards.process import main; main({theirs.fileno()}, {os.getpid()})"
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as memory:
+            memory.truncate(SIZE)
+            self._mark = Mark(memory.fileno())
+            descriptors = theirs.fileno(), memory.fileno()
+            program = "from hybridflow.rewards.process import main; main({}, {}, {})".format(*descriptors, os.getpid())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", program],
+                pass_fds=descriptors,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self._pipe = Connection(ours.detach())
-        try:
-            self._pipe.send((self._function, self._options))
-            if not self._pipe.poll(START_TIMEOUT):
-                self._end()
-                return f"reward.function={self._function!r} took more than {START_TIMEOUT:g} s to import."
-            error = self._pipe.recv()
-        except (EOFError, OSError):
-            return f"reward.function={self._function!r}: the process died while importing it ({self._end(grace=1)})"
+        self._pipe.send((self._components, self._timeout))
+        if not self._pipe.poll(START_TIMEOUT):
+            self._end()
+            return f"{self._names()} took more than {START_TIMEOUT:g} s to import."
+        error, self._is_async = self._pipe.recv()
+        self._outlived = False
         if error:
             self._end()
         return error
+
+    def _names(self) -> str:
+        return ", ".join(f"{part.setting}.function={part.function!r}" for part in self._components)
 
     def _end(self, grace: float = 0.0) -> str:
         """End the process and whatever it started; how it ended, in words.

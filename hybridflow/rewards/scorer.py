@@ -17,6 +17,7 @@ from typing import Any
 from hybridflow.config import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.protocol.meta import Max
+from hybridflow.rewards.components import SCORE, combine, components_of, weights_of
 from hybridflow.rewards.functions import Outcome
 from hybridflow.rewards.pool import ScorePool
 
@@ -29,28 +30,32 @@ class Scores:
         rewards: NaN where an answer could not be scored.
         solved: whether the answer counts as right.
         errors: why there is no reward, or None.
-        metrics: ``seconds``, and the mean of each further number that the function reports, over the answers it was
-            reported for. What rewards, solved and errors say is not repeated.
+        components: ``score`` (the function's own) and each component's score, before weights; None for an answer
+            without a reward. An empty list where no components are configured.
+        metrics: ``seconds``, and the mean of each further number that the functions report, over the answers it was
+            reported for; with components, also of their scores. What rewards, solved and errors say is not repeated.
     """
 
     rewards: list[float]
     solved: list[bool]
     errors: list[str | None]
+    components: list[dict[str, float] | None]
     metrics: dict[str, float]
 
 
 class Scorer:
-    """Scores batches by ``reward.function``; starts the scoring processes when it is built.
+    """Scores batches by ``reward.function`` and ``reward.components``; starts the scoring processes when it is built.
 
     Raises:
-        RewardError: where the function cannot be used.
+        RewardError: where a function cannot be used.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         if not 0 <= config.max_failed <= 1:
             raise RewardError(f"reward.max_failed={config.max_failed} is a share: choose 0 to 1.")
         self.config = config
-        self._pool = ScorePool(config.function, config.options, config.timeout, config.processes)
+        self._weights = weights_of(config)
+        self._pool = ScorePool(components_of(config), config.timeout, config.processes, config.in_flight)
 
     def score(
         self, prompts: Sequence[Any], responses: Sequence[str], ground_truth: Sequence[Any], **columns: Sequence[Any]
@@ -61,7 +66,7 @@ class Scorer:
             prompts: conversations.
             responses: texts of the answers.
             ground_truth: what to compare with.
-            columns: further columns, offered to the function under their names.
+            columns: further columns, offered to the functions under their names.
 
         Raises:
             RewardError: if more than ``reward.max_failed`` of the answers could not be scored.
@@ -69,13 +74,14 @@ class Scorer:
         start = time.perf_counter()
         named = {"prompts": prompts, "responses": responses, "ground_truth": ground_truth, **columns}
         rows = [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
-        outcomes = self._pool.score(rows)
+        found = self._pool.score(rows)
+        outcomes = [combine(parts, self._weights, self.config.solved_at) for parts in found]
         self._check_failures(outcomes)
-        solved = [self._is_solved(outcome) for outcome in outcomes]
         return Scores(
             rewards=[outcome.reward for outcome in outcomes],
-            solved=solved,
+            solved=[bool(outcome.solved) for outcome in outcomes],
             errors=[outcome.error for outcome in outcomes],
+            components=[self._parts(outcome) for outcome in outcomes] if self._weights else [],
             metrics={**_means(outcomes), "seconds": Max(time.perf_counter() - start)},
         )
 
@@ -83,10 +89,8 @@ class Scorer:
         """End the scoring processes."""
         self._pool.close()
 
-    def _is_solved(self, outcome: Outcome) -> bool:
-        if outcome.error is not None:
-            return False
-        return outcome.reward >= self.config.solved_at if outcome.solved is None else outcome.solved
+    def _parts(self, outcome: Outcome) -> dict[str, float] | None:
+        return None if outcome.error is not None else {name: outcome.extras[name] for name in (SCORE, *self._weights)}
 
     def _check_failures(self, outcomes: Sequence[Outcome]) -> None:
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
@@ -94,7 +98,8 @@ class Scorer:
             return
         counts = ", ".join(f"{count} x {reason}" for reason, count in Counter(errors).most_common(3))
         raise RewardError(
-            f"{len(errors)} of {len(outcomes)} answers could not be scored by {self.config.function}; "
+            f"{len(errors)} of {len(outcomes)} answers could not be scored by "
+            f"{', '.join(part.function for part in components_of(self.config))}; "
             f"reward.max_failed={self.config.max_failed:g} "
             f"accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
             f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise reward.timeout or reward.max_failed."

@@ -22,7 +22,7 @@ OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_er
 
 
 class RewardWorker(Worker):
-    """Scores answers by ``reward.function`` in processes of its own."""
+    """Scores answers by ``reward.function`` and ``reward.components`` in processes of its own."""
 
     scorer: Scorer | None = None
 
@@ -40,8 +40,10 @@ class RewardWorker(Worker):
                 (``data_source``, ``extra_info``, ``finish_reason``) are offered to the function.
 
         Returns:
-            ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``;
-            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
+            ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``; if
+            there are ``reward.components``, ``reward_components``: a dict of each answer's scores before weights,
+            None where scoring failed. ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each
+            as ``reward/<name>``.
 
         Raises:
             RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored.
@@ -59,7 +61,8 @@ class RewardWorker(Worker):
                 "rewards": torch.tensor(scores.rewards, dtype=torch.float32),
                 "solved": torch.tensor(scores.solved, dtype=torch.bool),
             },
-            non_tensors={"response_text": texts, "reward_error": scores.errors},
+            non_tensors={"response_text": texts, "reward_error": scores.errors}
+            | ({"reward_components": scores.components} if self.context.config.reward.components else {}),
             meta_info={"metrics": {f"reward/{name}": value for name, value in scores.metrics.items()}},
         )
 

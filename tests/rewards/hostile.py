@@ -1,13 +1,17 @@
-"""A reward function that does what its answer says: everything that goes wrong in users' functions."""
+"""Reward functions that do what their answer says: everything that goes wrong in users' functions."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 NOT_A_FUNCTION = 3
@@ -30,6 +34,13 @@ def obey(prompts, responses, ground_truth):
             sys.exit("bye")
         case "raise":
             raise ValueError("no\nsuch answer")
+        case "alarm":  # ends its own work, as math libraries do
+            _alarm_in(0.1)
+            time.sleep(600)
+        case "late alarm":  # forgets its alarm, which would go off in the next answer
+            _alarm_in(0.3)
+        case "slow":
+            time.sleep(0.5)
     values = {
         "nan": [math.nan],
         "inf": [math.inf],
@@ -50,6 +61,82 @@ def obey(prompts, responses, ground_truth):
     return values.get(responses[0], [float(responses[0] == ground_truth[0])])
 
 
+def _alarm_in(seconds: float) -> None:
+    def ring(*_: object) -> None:
+        raise TimeoutError("the alarm")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+_running: set[str] = set()
+_most = 0
+
+
+async def obey_later(prompts, responses, ground_truth):
+    """As :func:`obey`, and what goes wrong only where many answers share a loop."""
+    global _most
+    answer = responses[0]
+    _running.add(str(ground_truth[0]))
+    _most = max(_most, len(_running))
+    try:
+        await asyncio.sleep(0.05)
+        match answer:
+            case "wait":
+                await asyncio.sleep(600)
+            case "stubborn":
+                while True:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(600)
+            case "cancel":
+                raise asyncio.CancelledError
+            case "task sleep":  # blocks the loop in a task of its own
+                await asyncio.gather(_sleep(), asyncio.sleep(0))
+            case "task exit":
+                await asyncio.create_task(_exit())
+            case "thread":
+                await asyncio.to_thread(time.sleep, 600)
+            case "thread regex":  # holds the interpreter lock: nothing else runs, and nothing says who did it
+                await asyncio.to_thread(re.match, r"(a+)+$", "a" * 40 + "b")
+            case "thread crash":
+                threading.Thread(target=lambda: os._exit(3)).start()
+                await asyncio.sleep(600)
+            case "most":
+                return [float(_most)]
+        return obey(prompts, responses, ground_truth)
+    finally:
+        _running.discard(str(ground_truth[0]))
+
+
+async def _sleep() -> None:
+    time.sleep(600)
+
+
+async def _exit() -> None:
+    sys.exit("bye")
+
+
+class Judge:
+    """An object whose call is async."""
+
+    async def __call__(self, prompts, responses, ground_truth):
+        await asyncio.sleep(0)
+        return [0.5]
+
+
+judge = Judge()
+
+
+def returns_an_awaitable(prompts, responses, ground_truth):
+    return judge(prompts, responses, ground_truth)
+
+
+def length(prompts, responses, ground_truth, scale=1.0):
+    if responses[0] == "no length":
+        return [None]
+    return [{"score": scale * len(responses[0]), "characters": len(responses[0])}]
+
+
 def with_extra(prompts, responses, ground_truth, extra_info, factor=1.0):
     return [factor * info["weight"] for info in extra_info]
 
@@ -59,8 +146,4 @@ def any_columns(prompts, responses, ground_truth, **columns):
 
 
 def too_few(responses):
-    return [1.0]
-
-
-async def later(prompts, responses, ground_truth):
     return [1.0]

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.functions import load_function, outcome_of, score_one
+from hybridflow.rewards.functions import Call, Component, Outcome, outcome_of, score_row
 
 HOSTILE = "tests.rewards.hostile"
 FILE = Path(__file__).with_name("hostile.py")
 
 
-def refusal(path: str, **options: object) -> str:
+def call(path: str, setting: str = "reward", **options: Any) -> Call:
+    return Call(Component(setting, path, options))
+
+
+def score(call: Call, row: dict[str, Any]) -> Outcome:
+    """The outcome of a plain function, which never suspends."""
+    with pytest.raises(StopIteration) as done:
+        score_row([call], pickle.dumps(row)).send(None)
+    (outcome,) = done.value.value
+    return outcome
+
+
+def refusal(path: str, **options: Any) -> str:
     with pytest.raises(RewardError) as caught:
-        load_function(path, options)
+        call(path, **options)
     return str(caught.value)
 
 
 def test_a_function_is_found_by_module_or_file():
     row = {"prompts": "p", "responses": "5", "ground_truth": "5"}
     for path in (f"{HOSTILE}:obey", f"{FILE}:obey", "hybridflow.rewards.verifiers:exact_match"):
-        assert score_one(load_function(path), row, {}).reward == 1.0
+        assert score(call(path), row).reward == 1.0
 
 
 def test_a_missing_function_names_what_is_there():
@@ -50,15 +64,26 @@ def test_an_import_that_fails_says_why(tmp_path: Path):
 
 def test_a_wrong_signature_or_option_is_refused():
     assert "it has no argument 'prompts'" in refusal(f"{HOSTILE}:too_few")
-    assert "later is async" in refusal(f"{HOSTILE}:later")
     assert "Did you mean 'factor'?" in refusal(f"{HOSTILE}:with_extra", facter=2)
     assert "reward.options.responses is an argument" in refusal(f"{HOSTILE}:with_extra", responses=2)
 
 
+def test_an_error_names_the_component():
+    with pytest.raises(RewardError, match=r"reward\.components\.length\.function='tests.*: tests.* has no 'lenght'"):
+        call(f"{HOSTILE}:lenght", "reward.components.length")
+    with pytest.raises(RewardError, match=r"reward\.components\.length\.options\.scala: .* Did you mean 'scale'"):
+        call(f"{HOSTILE}:length", "reward.components.length", scala=1.0)
+
+
+def test_async_functions_and_objects_are_known_as_such():
+    assert call(f"{HOSTILE}:obey_later").is_async and call(f"{HOSTILE}:judge").is_async
+    assert not call(f"{HOSTILE}:obey").is_async and not call(f"{HOSTILE}:returns_an_awaitable").is_async
+
+
 def test_a_function_gets_the_columns_it_names_and_its_options():
     row = {"prompts": "p", "responses": "r", "ground_truth": "g", "extra_info": {"weight": 2.0}, "data_source": "d"}
-    assert score_one(load_function(f"{HOSTILE}:with_extra"), row, {"factor": 3.0}).reward == 6.0
-    assert score_one(load_function(f"{HOSTILE}:any_columns"), row, {"more": 1}).extras == {"columns": 3.0}
+    assert score(call(f"{HOSTILE}:with_extra", factor=3.0), row).reward == 6.0
+    assert score(call(f"{HOSTILE}:any_columns", more=1), row).extras == {"columns": 3.0}
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), torch.tensor(1.0)])
@@ -79,4 +104,4 @@ def test_a_file_that_leaves_the_process_is_refused_by_name(tmp_path: Path) -> No
     path = tmp_path / "leaves.py"
     path.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(RewardError, match=r"leaves\.py failed"):
-        load_function(f"{path}:f")
+        call(f"{path}:f")

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config import RewardConfig
+from hybridflow.config import RewardComponentConfig, RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards.scorer import Scorer
 
-OBEY = "tests.rewards.hostile:obey"
+OBEY, OBEY_LATER = "tests.rewards.hostile:obey", "tests.rewards.hostile:obey_later"
+LENGTH = "tests.rewards.hostile:length"
 
 # What an answer makes the function do, and the reason that is recorded.
 FAILING = {
@@ -37,6 +38,17 @@ FAILING = {
     "bad extra": "returned str 'good', not a number for 'why'",
     "bad solved": "returned str 'yes' for 'solved'",
     "nan score": "returned nan for 'score'",
+    "alarm": "TimeoutError: the alarm (hostile.py, line",
+}
+
+# What goes wrong only where an async function has many answers in flight.
+FAILING_LATER = {
+    "wait": "timeout after 1 s",
+    "stubborn": "timeout after 1 s",
+    "cancel": "CancelledError",
+    "task sleep": "timeout after 1 s",
+    "task exit": "RuntimeError: SystemExit: bye (hostile.py, line",
+    "thread": "timeout after 1 s",
 }
 
 
@@ -46,6 +58,10 @@ def scorer(function: str = OBEY, **settings) -> Scorer:
 
 def score(scorer: Scorer, responses: list[str], truth: str = "right", **columns):
     return scorer.score(["p"] * len(responses), responses, [truth] * len(responses), **columns)
+
+
+def values(scores) -> list[float | None]:
+    return [None if math.isnan(reward) else reward for reward in scores.rewards]
 
 
 def test_a_failing_answer_has_no_reward_and_a_reason_and_the_others_are_scored():
@@ -67,10 +83,103 @@ def test_answers_handed_over_together_fail_alone_and_keep_their_order():
     responses = ["right", "wrong"] * 20 + ["crash", "right", "sleep", "wrong", "segfault"] + ["right", "wrong"] * 20
     scores = score(alone, responses)
     alone.close()
-    wanted = [1.0, 0.0] * 20 + [None, 1.0, None, 0.0, None] + [1.0, 0.0] * 20
-    assert [None if math.isnan(reward) else reward for reward in scores.rewards] == wanted
+    assert values(scores) == [1.0, 0.0] * 20 + [None, 1.0, None, 0.0, None] + [1.0, 0.0] * 20
     reasons = [error for error in scores.errors if error]
     assert reasons == [FAILING["crash"], FAILING["sleep"], FAILING["segfault"]]
+
+
+def test_an_alarm_that_is_left_behind_does_not_go_off_in_the_next_answer():
+    one = scorer()
+    scores = score(one, ["late alarm", "slow", "late alarm"], truth="slow")
+    one.close()
+    assert values(scores) == [0.0, 1.0, 0.0]
+
+
+def test_async_answers_are_in_flight_together_and_keep_their_order():
+    one = scorer(OBEY_LATER, processes=1, in_flight=16, timeout=10.0)
+    responses = ["a", "b"] * 20 + ["most"]
+    start = time.monotonic()
+    scores = one.score(["p"] * 41, responses, ["a", *range(1, 41)])
+    seconds = time.monotonic() - start
+    one.close()
+    # Each waits 0.05 s: 41 in turn would take 2 s, 16 at once three rounds.
+    assert seconds < 1.0
+    assert scores.rewards == [1.0] + [0.0] * 39 + [16.0]
+
+
+def test_async_answers_fail_alone():
+    """Every way to fail, the plain ones among them, with a good answer before and behind each."""
+    failing = {**FAILING, **FAILING_LATER}
+    one = scorer(OBEY_LATER, processes=1)
+    responses = [word for bad in failing for word in (bad, "right")]
+    scores = score(one, ["right", *responses])
+    one.close()
+    assert scores.rewards[::2] == [1.0] * (len(failing) + 1)
+    for reason, wanted in zip(scores.errors[1::2], failing.values(), strict=True):
+        assert reason and reason.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [("thread regex", "timeout after 1 s"), ("thread crash", "the scoring process died (exit")]
+)
+def test_an_async_answer_that_takes_its_process_along_unseen_is_found(answer: str, reason: str):
+    """A thread did it, so nobody knows whose: all that were in flight are asked again, each alone."""
+    one = scorer(OBEY_LATER, processes=1)
+    scores = score(one, ["right", answer, "right", "wrong", answer])
+    one.close()
+    assert values(scores) == [1.0, None, 1.0, 0.0, None]
+    assert all(error.startswith(reason) for error in scores.errors if error)
+
+
+def test_an_async_answer_has_its_own_clock():
+    """Three that compute for 0.5 s each hold the loop for 1.5 s; that is on nobody else's clock."""
+    one = scorer(OBEY_LATER, processes=1, timeout=1.0)
+    scores = score(one, ["slow", "slow", "slow", "right", "wait"])
+    one.close()
+    assert values(scores) == [0.0, 0.0, 0.0, 1.0, None]
+
+
+def test_a_process_that_may_still_run_what_was_given_up_is_replaced():
+    one = scorer(OBEY_LATER)
+    before, _, _ = score(one, ["pid", "stubborn", "thread"]).rewards
+    after = score(one, ["pid"]).rewards[0]
+    one.close()
+    assert before != after
+
+
+def test_an_awaitable_from_a_plain_function_is_a_failure_that_says_so():
+    one = scorer("tests.rewards.hostile:returns_an_awaitable")
+    assert score(one, ["a"]).errors == ["returned an awaitable, not a list; declare the function with async def"]
+    one.close()
+
+
+def test_components_are_added_with_their_weights_and_logged_one_by_one():
+    parts = {
+        "size": RewardComponentConfig(LENGTH, options={"scale": 2.0}, weight=-0.1),
+        "judge": RewardComponentConfig("tests.rewards.hostile:judge"),
+        "off": None,
+    }
+    one = scorer(components=parts, solved_at=0.5)
+    scores = score(one, ["right", "wrongly", "dict", "no length", "raise"])
+    one.close()
+    # score - 0.1 * 2 * characters + 0.5
+    assert [round(x, 6) if x is not None else x for x in values(scores)] == [0.5, -0.9, 0.2, None, None]
+    assert scores.solved == [True, False, True, False, False]
+    assert scores.errors[3] == "size: returned None" and str(scores.errors[4]).startswith("ValueError: no such answer")
+    assert scores.components[:3] == [
+        {"score": 1.0, "size": 10.0, "judge": 0.5},
+        {"score": 0.0, "size": 14.0, "judge": 0.5},
+        {"score": 0.5, "size": 8.0, "judge": 0.5},
+    ]
+    assert scores.components[3:] == [None, None]
+    means = {name: value for name, value in scores.metrics.items() if name != "seconds"}
+    assert means == {"score": 0.5, "size": 32 / 3, "size/characters": 16 / 3, "judge": 0.5, "length": 3.0}
+
+
+def test_a_reported_number_with_the_name_of_a_component_is_a_failure():
+    one = scorer(LENGTH, components={"characters": RewardComponentConfig(LENGTH)})
+    assert score(one, ["a"]).errors == ["returned 'characters', which is also the name of a component; rename one"]
+    one.close()
 
 
 def test_too_many_failures_are_an_error_with_counts_and_the_first_reason():
@@ -153,6 +262,8 @@ def test_a_function_that_cannot_be_used_is_refused_when_the_scorer_is_built(tmp_
         scorer(f"{tmp_path}/dies.py:f")
     with pytest.raises(RewardError, match=r"reward\.processes=0"):
         scorer(processes=0)
+    with pytest.raises(RewardError, match=r"reward\.components\.x\.function=.*has no 'lenght'"):
+        scorer(components={"x": RewardComponentConfig("tests.rewards.hostile:lenght")})
     with pytest.raises(RewardError, match=r"reward\.max_failed=2"):
         scorer(max_failed=2.0)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from hybridflow.config import ModelConfig, RewardConfig, RunConfig
+from hybridflow.config import ModelConfig, RewardComponentConfig, RewardConfig, RunConfig
 from hybridflow.data.demo import byte_tokenizer
 from hybridflow.protocol.data import DataProto
 from hybridflow.resharding.layout import ParallelLayout
@@ -54,6 +55,19 @@ def test_token_ids_become_texts_and_rewards(config: RunConfig):
     check(scored)
     assert scored.meta_info["metrics"]["reward/length"] == 3.0
     assert set(scored.meta_info["metrics"]) == {"reward/length", "reward/seconds"}
+
+
+def test_components_give_a_column_of_scores_before_weights(config: RunConfig):
+    part = RewardComponentConfig("tests.rewards.hostile:length", weight=-0.5)
+    reward = RewardConfig(function="tests.rewards.hostile:obey_later", timeout=1.0, components={"size": part})
+    with_parts = dataclasses.replace(config, reward=reward)
+    worker = RewardWorker(WorkerContext("reward", 0, ParallelLayout(), with_parts, {}, "cpu"))
+    worker.setup()
+    scored = worker.score(answers("68", "wait"))
+    worker.close()
+    assert scored["rewards"][0] == 0.0 and scored["rewards"][1].isnan() and scored["solved"].tolist() == [True, False]
+    assert list(scored["reward_components"]) == [{"score": 1.0, "size": 2.0}, None]
+    assert scored.meta_info["metrics"]["reward/size"] == 2.0 and scored.meta_info["metrics"]["reward/score"] == 1.0
 
 
 @pytest.mark.ray

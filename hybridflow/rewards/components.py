@@ -1,0 +1,74 @@
+"""One reward out of several functions: the configured function's, and named components added to it with their weights.
+
+Where it stands: between the configuration and the scoring processes on the way in, between their outcomes and the
+batch's columns on the way out. Invariants: reward = score + sum of weight * component; a component that fails leaves
+the answer without a reward; whether an answer is solved is for the function itself to say, whatever is added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from hybridflow.config import RewardConfig
+from hybridflow.rewards.functions import Call, Component, Outcome, failure
+
+SCORE = "score"
+"""Name of the function's own part beside those of the components."""
+
+
+def components_of(config: RewardConfig) -> list[Component]:
+    """``reward.function``, then the components in the order of the configuration; one that is null is left out."""
+    return [
+        Component("reward", config.function, config.options),
+        *(
+            Component(f"reward.components.{name}", part.function, part.options)
+            for name, part in config.components.items()
+            if part is not None
+        ),
+    ]
+
+
+def weights_of(config: RewardConfig) -> dict[str, float]:
+    """The weight of each component, in the order of :func:`components_of`."""
+    return {name: part.weight for name, part in config.components.items() if part is not None}
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Import every function, so that a run fails before anything is started.
+
+    Raises:
+        RewardError: names the setting, and what is there instead.
+    """
+    for component in components_of(config):
+        Call(component)
+
+
+def combine(outcomes: Sequence[Outcome], weights: Mapping[str, float], solved_at: float) -> Outcome:
+    """The outcome of one answer.
+
+    Args:
+        outcomes: of the function and of each component, up to the first that failed.
+        weights: of the components.
+        solved_at: ``reward.solved_at``, where the function does not say whether the answer is solved.
+
+    Returns:
+        ``extras`` has what the function reports; with components also ``score``, each component's own score, and what
+        it reports as ``<component>/<name>``.
+    """
+    names = ["", *weights]
+    failed = next((i for i, outcome in enumerate(outcomes) if outcome.error is not None), None)
+    if failed is not None:
+        return failure(f"{names[failed]}: {outcomes[failed].error}" if failed else str(outcomes[0].error))
+    own, *parts = outcomes
+    solved = own.reward >= solved_at if own.solved is None else own.solved
+    if not parts:
+        return replace(own, solved=solved)
+    reported = {SCORE: own.reward}
+    for name, part in zip(weights, parts, strict=True):
+        reported |= {name: part.reward, **{f"{name}/{extra}": value for extra, value in part.extras.items()}}
+    clash = sorted(own.extras.keys() & reported)
+    if clash:
+        return failure(f"returned {clash[0]!r}, which is also the name of a component; rename one")
+    reward = own.reward + sum(weight * part.reward for weight, part in zip(weights.values(), parts, strict=True))
+    return Outcome(reward, solved, {**own.extras, **reported})
