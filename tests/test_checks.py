@@ -444,7 +444,7 @@ def test_the_tokenizer_may_lie_elsewhere(refused, checked, folder: Path, tmp_pat
         ("data.evaluate=no/where.jsonl", "data.evaluate='no/where.jsonl': no such file or folder."),
         ("reward.function=nocolon", "reward.function='nocolon': write package.module:name or path/file.py:name."),
         ("reward.components={x: {function: nocolon}}", "reward.components.x.function='nocolon': write package.module"),
-        ("reward.components={mean: {function: 'a.b:f'}}", "reward.components: 'mean' cannot be the name of a component"),
+        ("reward.components={mean: {function: 'a.b:f'}}", "reward.components: 'mean' cannot be the name of a"),
         ("reward.components={a/b: {function: 'a.b:f'}}", "reward.components: 'a/b' cannot be the name"),
         ("reward.function='no/where.py:f'", "reward.function='no/where.py:f': there is no file no/where.py."),
         (
