@@ -123,6 +123,16 @@ def engine_options() -> dict[str, Any]:
     }
 
 
+def tp_group_name() -> str:
+    """Name of vLLM's tensor-parallel group, from which its CPU backend decides how ranks talk.
+
+    In a group named ``tp`` they would wait in busy loops: with more ranks than free cores a step takes three times as
+    long as over gloo, or stands still (4 ranks on 2 cores). Their shared memory has a name that two runs on one machine
+    have in common.
+    """
+    return "tp" if platform.current().is_cuda else "generation"
+
+
 def check_head_dim(head_dim: int) -> None:
     """Refuse a width of attention heads that vLLM's CPU kernels lack; vLLM itself fails at the first step only.
 

@@ -28,15 +28,20 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hybridflow import platform
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.engines.vllm import cpu, environment
 from hybridflow.errors import ConfigError, DataError, ModelError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tables import check_vllm
+from hybridflow.resharding.layout import GenerationLayout, ParallelLayout
 
 environment.prepare()
 cpu.install()
+
+from hybridflow.engines.vllm import groups  # noqa: E402  (after the environment)
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402  (after the environment)
 from vllm.inputs.engine import tokens_input  # noqa: E402
@@ -87,8 +92,9 @@ class Completion:
 class RolloutEngine:
     """A vLLM engine in this process. Building one is collective over the process's torch.distributed world.
 
-    Engines of one world do not run in lockstep: each rank generates what it is asked for. Where torch.distributed is
-    not initialised, a world of this one process is made, and stays.
+    The ranks of one replica of the layout generate together: each calls :meth:`generate` with the same requests in the
+    same order. Replicas do not run in lockstep. Where torch.distributed is not initialised, a world of this one process
+    is made, and stays.
 
     Args:
         folder: Hugging Face folder; ``config.json`` is enough where weights come from a trainer.
@@ -97,6 +103,7 @@ class RolloutEngine:
         config: limits and memory. ``kv_cache_gb=0`` on a GPU leaves the size to vLLM.
         valid_vocab: ids at or above are never sampled, and have probability 0 in log_probs.
         max_model_len: longest prompt plus response, in tokens.
+        layout: how the ranks of the world share replicas; None makes each rank a replica of its own.
         load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
 
     Raises:
@@ -112,13 +119,15 @@ class RolloutEngine:
         valid_vocab: int,
         max_model_len: int,
         *,
+        layout: GenerationLayout | None = None,
         load_weights: bool = False,
     ) -> None:
         self.spec, self.config, self.max_model_len = spec, config, max_model_len
+        environment.ensure_world()
+        self.layout = layout or ParallelLayout(dp=dist.get_world_size()).generation(tp=1)
         self.valid_vocab = min(valid_vocab, spec.vocab_size)
         self._stop_token_ids = sorted({*config.stop_token_ids, *spec.eos_token_ids})
         self._check_limits(dtype)
-        environment.ensure_world()
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -127,6 +136,7 @@ class RolloutEngine:
             use_tqdm_on_load=False,
             dtype=cast(Any, str(dtype).removeprefix("torch.")),
             distributed_executor_backend="external_launcher",
+            tensor_parallel_size=self.layout.tp,
             max_model_len=max_model_len,
             max_num_seqs=config.max_sequences,
             max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len + config.max_sequences),
@@ -139,6 +149,7 @@ class RolloutEngine:
             **cpu.engine_options(),
         )
         with environment.launched(), cpu.constructing(), _random_state_kept():
+            groups.make(self.layout)
             self._engine = LLMEngine.from_engine_args(args)
             self._engine.renderer.get_eos_token_id()  # warns once that there is no tokenizer, as wanted
         # At garbage collection or at exit it would destroy the process's torch.distributed, the trainer's groups too.
@@ -153,8 +164,11 @@ class RolloutEngine:
             self.weights_changed(0)
 
     def _check_limits(self, dtype: torch.dtype) -> None:
-        spec, config = self.spec, self.config
+        spec, config, layout = self.spec, self.config, self.layout
         cpu.check_head_dim(spec.head_dim)
+        check_vllm(spec, layout.tp)
+        if layout.pp > 1:
+            raise ConfigError(f"rollout layout {layout}: an engine has no pipeline stages. Set pp to 1 and use tp.")
         if self.max_model_len > spec.max_positions:
             raise ConfigError(
                 f"prompt and response of up to {self.max_model_len} tokens (rollout.max_prompt_tokens + "
@@ -165,13 +179,14 @@ class RolloutEngine:
             raise ConfigError(f"rollout.kv_cache_gb={config.kv_cache_gb}: on a CPU give a size above 0, in GiB.")
         block_tokens = _GPU_BLOCK_TOKENS if platform.current().is_cuda else cpu.BLOCK_TOKENS
         blocks = math.ceil(self.max_model_len / block_tokens)
-        per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        kv_heads = max(1, spec.num_kv_heads // layout.tp)
+        per_token = 2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize
         # One block more than a sequence fills: vLLM keeps one for itself.
         needed = (blocks + 1) * block_tokens * per_token
         if 0 < config.kv_cache_gb * 2**30 < needed:
             raise ConfigError(
                 f"rollout.kv_cache_gb={config.kv_cache_gb} cannot hold one sequence of {self.max_model_len} tokens: "
-                f"{blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {spec.num_kv_heads} "
+                f"{blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {kv_heads} "
                 f"KV heads * {spec.head_dim} * {dtype.itemsize} bytes) = {needed} bytes. Set rollout.kv_cache_gb to at "
                 f"least {needed / 2**30:.3f}, or lower rollout.max_prompt_tokens or rollout.max_tokens."
             )
@@ -232,6 +247,7 @@ class RolloutEngine:
             DataError: a prompt is empty, too long, or has an id outside of the vocabulary; nothing has been generated.
             ModelError: the weights yield log-probabilities that are not finite.
         """
+        groups.require_agreement("their requests", (requests, sampling))
         self._check(requests, sampling)
         completions: list[Completion | None] = [None] * len(requests)
         # vLLM's CPU sampler draws from the process's generator, even where every request has its own.
@@ -247,6 +263,8 @@ class RolloutEngine:
             raise RuntimeError(
                 f"vLLM lost {len(missing)} of {len(requests)} requests, the first is request {missing[0]}."
             )
+        # A rank that drew another token went on with its own: what the others computed with it is then wrong as well.
+        groups.require_agreement("their responses", [completion and completion.token_ids for completion in completions])
         return completions  # type: ignore[return-value]
 
     def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
