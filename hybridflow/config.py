@@ -185,6 +185,7 @@ class RolloutConfig(Settings):
         kv_cache_gb: memory for keys and values per device, in GiB.
         max_sequences: most sequences in one engine step.
         enforce_eager: no compilation of the model.
+        sync_bucket_mb: memory of each device for slices of weights on their way to other devices, in MiB.
     """
 
     n: int = 8
@@ -195,6 +196,7 @@ class RolloutConfig(Settings):
     kv_cache_gb: float = 0.5
     max_sequences: int = 128
     enforce_eager: bool = True
+    sync_bucket_mb: float = 256.0
 
 
 @dataclass

@@ -55,7 +55,7 @@ def refused(checked: Callable[..., Plan]) -> Callable[..., str]:
 @pytest.fixture
 def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules behind the one that refuses every layout but data parallel."""
-    monkeypatch.setattr(placement, "AVAILABLE_AXES", ("tp", "pp", "cp"))
+    monkeypatch.setattr(placement, "AVAILABLE_AXES", dict.fromkeys(placement.MODEL_ROLES, ("tp", "pp", "cp")))
 
 
 def options_of(group: str) -> list[str]:
@@ -242,6 +242,10 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
         (
             "roles.rollout.layout.cp=2",
             "roles.rollout.layout.cp=2: generation does not split sequences. Set it to 1.",
+        ),
+        (
+            "roles.rollout.layout.pp=2",
+            "roles.rollout.layout.pp=2: an engine has no pipeline stages. Set it to 1.",
         ),
         (
             "actor.loss.kl_coef=0.1",

@@ -11,8 +11,8 @@ from hybridflow.resharding.layout import GenerationLayout
 ROLES = ("actor", "rollout", "reference", "reward")
 REQUIRED_ROLES = ("actor", "rollout", "reward")
 MODEL_ROLES = ("actor", "rollout", "reference")
-AVAILABLE_AXES: tuple[str, ...] = ()
-"""Axes of a layout besides dp that the engines offer in this version."""
+AVAILABLE_AXES: dict[str, tuple[str, ...]] = {"rollout": ("tp",)}
+"""Axes of a layout besides dp that the engine of a role offers in this version."""
 
 
 @rule()
@@ -76,7 +76,9 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
                 reason = "the reward role has no model to split"
             elif role == "rollout" and axis == "cp":
                 reason = "generation does not split sequences"
-            elif axis not in AVAILABLE_AXES:
+            elif role == "rollout" and axis == "pp":
+                reason = "an engine has no pipeline stages"
+            elif axis not in AVAILABLE_AXES.get(role, ()):
                 reason = "layouts other than data parallel are not available yet"
             else:
                 continue

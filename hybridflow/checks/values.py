@@ -89,6 +89,7 @@ RANGES: dict[str, Range] = {
     "rollout.max_prompt_tokens": COUNT,
     "rollout.max_tokens": COUNT,
     "rollout.kv_cache_gb": POSITIVE,
+    "rollout.sync_bucket_mb": POSITIVE,
     "rollout.max_sequences": COUNT,
     "rollout.sampling.temperature": TEMPERATURE,
     "rollout.sampling.top_p": TOP_P,

@@ -112,21 +112,16 @@ class Run:
     def sync_weights(self) -> dict[str, float]:
         """Give the rollout the actor's weights, stamped with the number of finished steps.
 
-        Does nothing where the rollout has them already. Returns ``sync/bytes`` (the sum over devices), ``sync/seconds``
-        (the longest), and ``memory/<kind>_gb``, the fullest device process in GiB.
+        Does nothing where the rollout has them already. Returns what :meth:`RolloutWorker.sync_weights` does: of bytes
+        that were moved the sum over devices, of everything else the largest.
         """
         if not self.rollout or self._synced == self.step:
             return {}
         reports = self.rollout.sync_weights(self.step)
         self._synced = self.step
         return {
-            "sync/bytes": sum(report["bytes"] for report in reports),
-            "sync/seconds": max(report["seconds"] for report in reports),
-            **{
-                f"{name}_gb": max(report[name] for report in reports) / 2**30
-                for name in reports[0]
-                if name.startswith("memory/")
-            },
+            name: (sum if name in ("sync/bytes", "sync/bytes_received") else max)(report[name] for report in reports)
+            for name in reports[0]
         }
 
     def evaluate(self) -> dict[str, float]:

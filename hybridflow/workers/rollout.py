@@ -1,7 +1,8 @@
 """Generation: prompts in, responses with their log-probabilities out; and the sync of weights from the actor.
 
 Where it stands: between the driver's batch and :class:`hybridflow.engines.vllm.engine.RolloutEngine`, in the same
-device process as the actor whose weights it copies.
+pool as the actor whose weights it takes. The ranks of a generation replica are given the same rows and generate them
+together.
 
 Invariants: the random draws of a row depend on the run's seed, the step, its ``sample_ids`` and the tag alone, so that
 the same run gives the same responses on any number of devices; a prompt is never cut; a sync of version v makes every
@@ -20,14 +21,13 @@ import torch
 from hybridflow.config import SamplingConfig
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.tables import vllm_table
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import Max, Sum
 from hybridflow.protocol.transfer import Protocol
-from hybridflow.resharding.plan import Copy, plan_local
-from hybridflow.resharding.transport import copy_local
+from hybridflow.resharding.layout import GenerationLayout, generation_of
 from hybridflow.workers.base import Worker, register
+from hybridflow.workers.sync import WeightSync
 
 if TYPE_CHECKING:
     from hybridflow.engines.vllm.engine import Completion, RolloutEngine
@@ -47,18 +47,14 @@ def row_seed(seed: int, step: int, sample_id: int, tag: str) -> int:
 
 
 class RolloutWorker(Worker):
-    """One vLLM engine per device process."""
+    """One vLLM engine in each generation replica, with a part in each of its device processes."""
 
     engine: RolloutEngine
 
     def setup(self) -> None:
         from hybridflow.engines.vllm.engine import RolloutEngine
 
-        config, layout = self.context.config, self.context.layout
-        if layout.replica_size > 1:
-            raise ConfigError(
-                f"roles.{self.context.role}.layout: {layout}; a rollout engine is one device: set tp, pp and cp to 1."
-            )
+        config = self.context.config
         spec = ModelSpec.from_folder(config.model.path)
         self.engine = RolloutEngine(
             folder=config.model.path,
@@ -67,8 +63,13 @@ class RolloutWorker(Worker):
             config=config.rollout,
             valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
+            layout=self.layout,
         )
-        self._plan: list[Copy] | None = None
+        self._sync: WeightSync | None = None
+
+    @property
+    def layout(self) -> GenerationLayout:
+        return generation_of(self.context.layout)
 
     def close(self) -> None:
         if hasattr(self, "engine"):
@@ -114,27 +115,32 @@ class RolloutWorker(Worker):
 
     @register(Protocol.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Take the weights of the actor in this process, and call them ``version``.
+        """Take the weights of the actor, which shares the pool, and call them ``version``.
 
         Returns:
-            ``bytes`` copied, ``seconds``, and the memory of this process in bytes as ``memory/<kind>`` (see
-            :meth:`hybridflow.platform.Platform.memory`).
+            In bytes ``sync/bytes``, what was written into the rollout's parameters, of which ``sync/bytes_received``
+            came from other ranks, and ``sync/bytes_staged``, the buffers in between; ``sync/seconds``; the memory of
+            this process as ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
         """
         started = time.perf_counter()
         if "actor" not in self.context.peers:
             raise ConfigError(
-                f"roles.{self.context.role}.pool={self.context.pool}: weights are copied inside a process, so put the "
+                f"roles.{self.context.role}.pool={self.context.pool}: weights are copied inside a pool, so put the "
                 f"role on the actor's pool."
             )
-        actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
-        if self._plan is None:
-            self._plan = plan_local(actor.table, vllm_table(self.engine.spec, tp=1, tp_rank=0))
-        with torch.no_grad():
-            copied = copy_local(self._plan, actor.parameters(), self.engine.parameters())
+        if self._sync is None:
+            actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
+            bucket = self.context.config.rollout.sync_bucket_mb * 2**20
+            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, bucket)
+        traffic = self._sync.run()
         self.engine.weights_changed(version)
-        seconds = time.perf_counter() - started
-        memory = {f"memory/{kind}": float(used) for kind, used in self.context.platform.memory().items()}
-        return {"bytes": float(copied), "seconds": seconds, **memory}
+        return {
+            "sync/bytes": float(traffic.copied + traffic.received),
+            "sync/bytes_received": float(traffic.received),
+            "sync/bytes_staged": float(traffic.staged),
+            "sync/seconds": time.perf_counter() - started,
+            **{f"memory/{kind}_gb": used / 2**30 for kind, used in self.context.platform.memory().items()},
+        }
 
 
 def _columns(completions: list[Completion]) -> DataProto:

@@ -2,7 +2,7 @@
 
 A driver takes most of its time to import vLLM and to start Ray, so there are as few runs as the claims allow:
 
-    sft (2 devices) -> grpo (2 devices, with reference)     what every example leaves behind
+    sft (2 devices) -> grpo (2 devices, with reference; generates on tp2)   what every example leaves behind
     straight (1 device, 4 steps)                            what the runs below have to come to, bit by bit
     interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
     killed -> recovered                                     a device process killed in step 2, then resume
@@ -111,11 +111,12 @@ def sft(start: Callable[..., Driver], overrides: list[str], straight_driver: Dri
 
 @pytest.fixture(scope="session")
 def grpo(start: Callable[..., Driver], overrides: list[str], sft: Finished) -> Finished:
-    """Goes on from the model of the supervised run, with a KL to the reference."""
+    """Goes on from the model of the supervised run, with a KL to the reference; generates with tensor parallelism."""
     given = [f"model.path={sft.run_dir / 'model'}", "placement=colocate_reference", "actor.loss.kl_coef=0.1"]
     reward = [f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
     more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
-    return to_its_end(start(GRPO, overrides, *given, *reward, *more))
+    layout = ["roles.rollout.layout.tp=2"]
+    return to_its_end(start(GRPO, overrides, *given, *reward, *more, *layout))
 
 
 @pytest.fixture(scope="session")

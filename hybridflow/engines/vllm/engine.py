@@ -41,14 +41,14 @@ from hybridflow.resharding.layout import GenerationLayout, ParallelLayout
 environment.prepare()
 cpu.install()
 
-from hybridflow.engines.vllm import groups  # noqa: E402  (after the environment)
-
 from vllm import EngineArgs, SamplingParams  # noqa: E402  (after the environment)
 from vllm.inputs.engine import tokens_input  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.outputs import RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from hybridflow.engines.vllm import groups  # noqa: E402
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one; :class:`RolloutEngine` refuses them instead."""
@@ -122,12 +122,12 @@ class RolloutEngine:
         layout: GenerationLayout | None = None,
         load_weights: bool = False,
     ) -> None:
-        self.spec, self.config, self.max_model_len = spec, config, max_model_len
+        self.spec, self.dtype, self.config, self.max_model_len = spec, dtype, config, max_model_len
         environment.ensure_world()
         self.layout = layout or ParallelLayout(dp=dist.get_world_size()).generation(tp=1)
         self.valid_vocab = min(valid_vocab, spec.vocab_size)
         self._stop_token_ids = sorted({*config.stop_token_ids, *spec.eos_token_ids})
-        self._check_limits(dtype)
+        self._check_limits()
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
@@ -163,7 +163,7 @@ class RolloutEngine:
         if load_weights:
             self.weights_changed(0)
 
-    def _check_limits(self, dtype: torch.dtype) -> None:
+    def _check_limits(self) -> None:
         spec, config, layout = self.spec, self.config, self.layout
         cpu.check_head_dim(spec.head_dim)
         check_vllm(spec, layout.tp)
@@ -180,15 +180,16 @@ class RolloutEngine:
         block_tokens = _GPU_BLOCK_TOKENS if platform.current().is_cuda else cpu.BLOCK_TOKENS
         blocks = math.ceil(self.max_model_len / block_tokens)
         kv_heads = max(1, spec.num_kv_heads // layout.tp)
-        per_token = 2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize
+        per_token = 2 * spec.num_layers * kv_heads * spec.head_dim * self.dtype.itemsize
         # One block more than a sequence fills: vLLM keeps one for itself.
         needed = (blocks + 1) * block_tokens * per_token
         if 0 < config.kv_cache_gb * 2**30 < needed:
             raise ConfigError(
                 f"rollout.kv_cache_gb={config.kv_cache_gb} cannot hold one sequence of {self.max_model_len} tokens: "
                 f"{blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {kv_heads} "
-                f"KV heads * {spec.head_dim} * {dtype.itemsize} bytes) = {needed} bytes. Set rollout.kv_cache_gb to at "
-                f"least {needed / 2**30:.3f}, or lower rollout.max_prompt_tokens or rollout.max_tokens."
+                f"KV heads * {spec.head_dim} * {self.dtype.itemsize} bytes) = {needed} bytes. Set "
+                f"rollout.kv_cache_gb to at least {needed / 2**30:.3f}, or lower rollout.max_prompt_tokens or "
+                f"rollout.max_tokens."
             )
 
     def _mask_vocabulary(self) -> None:

@@ -11,7 +11,7 @@ from hybridflow.models.spec import ModelSpec
 EOS = 5
 
 
-def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32):
+def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32, num_kv_heads: int = 2):
     """Write a random Qwen3 whose logits are peaked enough for greedy decoding to be unambiguous."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,7 +22,7 @@ def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32):
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
@@ -66,7 +66,7 @@ def settings() -> RolloutConfig:
 
 @pytest.fixture(scope="session")
 def make_model():
-    """``make_model(folder, seed=, tied=, head_dim=32)``: write another random model."""
+    """``make_model(folder, seed=, tied=, head_dim=32, num_kv_heads=2)``: write another random model."""
     return write_model
 
 

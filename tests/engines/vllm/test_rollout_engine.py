@@ -12,6 +12,8 @@ import torch
 
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.models.spec import ModelSpec
+from hybridflow.resharding.layout import ParallelLayout
 
 pytest.importorskip("vllm")
 
@@ -192,6 +194,23 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused(build, folders):
         build(folders["tied"], max_model_len=300)
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (ParallelLayout().generation(tp=1, pp=1), "3 blocks"),
+        (ParallelLayout(pp=2).generation(tp=1, pp=2), "rollout layout tp1 pp2 cp1 dp1: an engine has no pipeline"),
+        (ParallelLayout(tp=3).generation(tp=3), "rollout tp=3 does not divide the model's num_heads=4"),
+    ],
+)
+def test_a_layout_that_an_engine_cannot_have_is_refused(folders, layout, message):
+    from hybridflow.engines.vllm.engine import RolloutEngine
+
+    config = RolloutConfig(max_prompt_tokens=96, max_tokens=64, kv_cache_gb=1e-5)
+    spec = ModelSpec.from_folder(folders["tied"])
+    with pytest.raises(ConfigError, match=message):
+        RolloutEngine(folders["tied"], spec, torch.float32, config, 200, 64, layout=layout)
+
+
 def test_heads_that_the_cpu_kernels_lack_are_refused(build, make_model, tmp_path):
     with pytest.raises(ModelError, match="head_dim=16: on a CPU vLLM's attention knows 32, 64"):
         build(make_model(tmp_path, seed=1, tied=True, head_dim=16))
@@ -294,7 +313,6 @@ def test_weights_written_in_place_are_used_at_once(
     build, folders, prompts, reference_greedy, reference_log_probs, first, second
 ):
     from hybridflow.models.hf_io import load_parameters
-    from hybridflow.models.spec import ModelSpec
     from hybridflow.models.tables import vllm_table
 
     live = build(folders[first], load_weights=False)

@@ -1,0 +1,150 @@
+"""The paper's transition with real engines: megatron-core on 1-4-1, vLLM on 1-2-2, one torch.distributed world."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.config import SamplingConfig
+from hybridflow.models.hf_io import load_parameters
+from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tables import vllm_table
+from hybridflow.resharding.layout import ParallelLayout
+from tests.ranks import run_ranks
+
+pytest.importorskip("vllm")
+
+TRAINING = ParallelLayout(tp=4)
+GENERATION = TRAINING.generation(tp=2)
+SAMPLING = SamplingConfig(temperature=0.9)
+
+
+def tasks(prompts):
+    """What each replica is asked: different numbers of calls, of requests and of tokens."""
+    return [[(prompts[:3], 6)], [(prompts[3:], 30), (prompts[:1], 2), (prompts, 12)]]
+
+
+def answer(engine, calls):
+    from hybridflow.engines.vllm.engine import Request
+
+    return [
+        engine.generate([Request(p, 40 + i, limit) for i, p in enumerate(prompts)], SAMPLING)
+        for prompts, limit in calls
+    ]
+
+
+def refusal(engine, requests) -> str:
+    try:
+        engine.generate(requests, SAMPLING)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def train_and_generate(rank: int, folder: str, settings, prompts):
+    """Everything one device process does: replica 0 generates on ranks 0 and 2, replica 1 on ranks 1 and 3."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.vllm.engine import Request, RolloutEngine
+    from hybridflow.workers.sync import WeightSync
+
+    actor = MegatronEngine(folder, TRAINING, torch.float32, valid_vocab=200)
+    rollout = RolloutEngine(folder, actor.spec, torch.float32, settings, 200, 160, layout=GENERATION)
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ)
+    sync = WeightSync(actor, rollout, rank, GENERATION, bucket_bytes=5000)
+    traffic = sync.run()
+    rollout.weights_changed(0)
+    weights = {name: p.clone() for name, p in rollout.parameters().items()}
+
+    at = GENERATION.coordinates(rank)
+    torch.rand(rank)  # ranks of a replica draw the same, whatever each has drawn for itself before
+    found = answer(rollout, tasks(prompts)[at.dp])
+
+    # Rank 3 has another seed than rank 1; replica 0 is not asked and does not notice.
+    refused = refusal(rollout, [Request(prompts[0], rank, 2)]) if at.dp == 1 else ""
+
+    for parameter in actor.parameters().values():
+        parameter.mul_(1.5)
+    sync.run()
+    rollout.weights_changed(8)
+    versions = {c.weight_version for c in answer(rollout, [(prompts[:2], 2)])[0]}
+    # Of vocabularies the rows from 72 on are padding on the second half of the ranks, which no sync writes.
+    grown = all(torch.allclose(p[:72], 1.5 * weights[n][:72]) for n, p in rollout.parameters().items())
+
+    rollout.close()
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total, group=actor.parallel.tp_group)
+    assert total.item() == 10 and dist.is_initialized()
+    return {
+        "answers": found,
+        "weights": weights,
+        "traffic": traffic,
+        "group": sync.plan.group,
+        "refused": refused,
+        "versions": versions,
+        "grown": grown,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(make_model, tmp_path_factory) -> str:
+    """As many kv heads as training ranks."""
+    return make_model(tmp_path_factory.mktemp("four_heads"), seed=5, tied=False, num_kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, settings, prompts):
+    return run_ranks(train_and_generate, 4, folder, settings, prompts)
+
+
+@pytest.mark.distributed
+def test_each_rank_generates_with_its_slices_of_the_checkpoint(ranks, folder):
+    for rank, found in enumerate(ranks):
+        table = vllm_table(ModelSpec.from_folder(folder), 2, GENERATION.coordinates(rank).tp)
+        expected = {name: torch.zeros(boxes.shape) for name, boxes in table.items()}
+        load_parameters(Path(folder), table, expected)
+        for name, tensor in expected.items():
+            rows = 200 - 128 if tensor.shape[0] == 128 and rank > 1 else len(tensor)  # the rest is padding
+            assert torch.equal(found["weights"][name][:rows], tensor[:rows]), (rank, name)
+
+
+@pytest.mark.distributed
+def test_weights_travel_between_neighbours_and_no_more_than_is_missing(ranks, folder):
+    # A rank trains on a quarter of each matrix and generates with a half; norms are whole on both sides.
+    spec = ModelSpec.from_folder(folder)
+    matrices = 2 * spec.vocab_size * 64 + 2 * (4 * 64 * 128 + 3 * 64 * 96)
+    received = [found["traffic"].received for found in ranks]
+    assert [found["group"] for found in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert sum(received) == 4 * 4 * matrices // 4
+    assert all(found["traffic"].staged <= 5000 for found in ranks)
+
+
+@pytest.mark.distributed
+def test_replicas_of_two_ranks_generate_what_one_rank_does(ranks, folder, settings, prompts):
+    from hybridflow.engines.vllm.engine import RolloutEngine
+
+    alone = RolloutEngine(folder, ModelSpec.from_folder(folder), torch.float32, settings, 200, 160, load_weights=True)
+    for replica, calls in enumerate(tasks(prompts)):
+        for expected, *found in zip(answer(alone, calls), *(r["answers"] for r in ranks[replica::2]), strict=True):
+            for mine in found:
+                assert [c.token_ids for c in mine] == [c.token_ids for c in expected]
+                for a, b in zip(mine, expected, strict=True):
+                    assert (torch.tensor(a.log_probs) - torch.tensor(b.log_probs)).abs().max() < 1e-5
+    alone.close()
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_replica_that_are_asked_for_different_responses_refuse(ranks):
+    assert [found["refused"] for found in ranks[::2]] == ["", ""]
+    for found in ranks[1::2]:
+        assert found["refused"].startswith(
+            "ranks [1, 3] generate together, but their requests differ: [1] and [3] each have their own."
+        )
+
+
+@pytest.mark.distributed
+def test_a_later_sync_brings_the_changed_weights(ranks):
+    assert all(found["grown"] and found["versions"] == {8} for found in ranks)
