@@ -275,10 +275,11 @@ def test_degrees_have_to_divide_the_pool(refused: Callable[..., str], all_axes: 
 
 
 def test_degrees_have_to_divide_the_model(refused: Callable[..., str], all_axes: None) -> None:
-    text = refused("pools.train.devices=[8]", "roles.actor.layout={tp: 4}", "roles.rollout.layout={pp: 4}")
+    text = refused("pools.train.devices=[8]", "roles.actor.layout={tp: 4}", "roles.rollout.layout={tp: 8}")
     assert text.splitlines()[1:] == [
         "  - roles.actor.layout.tp=4 does not divide the model's 2 kv heads. Set it to one of 1, 2.",
-        "  - roles.rollout.layout.pp=4 does not divide the model's 2 layers. Set it to one of 1, 2.",
+        "  - roles.rollout.layout.tp=8 does not divide the model's 4 attention heads, 2 kv heads. "
+        "Set it to one of 1, 2.",
     ]
 
 

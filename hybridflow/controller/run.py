@@ -112,17 +112,14 @@ class Run:
     def sync_weights(self) -> dict[str, float]:
         """Give the rollout the actor's weights, stamped with the number of finished steps.
 
-        Does nothing where the rollout has them already. Returns what :meth:`RolloutWorker.sync_weights` does: of bytes
-        that were moved the sum over devices, of everything else the largest.
+        Does nothing where the rollout has them already. Returns what the devices report, as
+        :meth:`hybridflow.workers.rollout.RolloutWorker.sync_weights` says, joined.
         """
         if not self.rollout or self._synced == self.step:
             return {}
         reports = self.rollout.sync_weights(self.step)
         self._synced = self.step
-        return {
-            name: (sum if name in ("sync/bytes", "sync/bytes_received") else max)(report[name] for report in reports)
-            for name in reports[0]
-        }
+        return join_metrics(reports)
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts under the current weights; the samples go to ``rollouts.jsonl`` as ``evaluate``.

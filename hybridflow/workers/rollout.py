@@ -135,11 +135,11 @@ class RolloutWorker(Worker):
         traffic = self._sync.run()
         self.engine.weights_changed(version)
         return {
-            "sync/bytes": float(traffic.copied + traffic.received),
-            "sync/bytes_received": float(traffic.received),
-            "sync/bytes_staged": float(traffic.staged),
-            "sync/seconds": time.perf_counter() - started,
-            **{f"memory/{kind}_gb": used / 2**30 for kind, used in self.context.platform.memory().items()},
+            "sync/bytes": Sum(traffic.copied + traffic.received),
+            "sync/bytes_received": Sum(traffic.received),
+            "sync/bytes_staged": Max(traffic.staged),
+            "sync/seconds": Max(time.perf_counter() - started),
+            **{f"memory/{kind}_gb": Max(used / 2**30) for kind, used in self.context.platform.memory().items()},
         }
 
 
