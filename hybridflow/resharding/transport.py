@@ -246,4 +246,5 @@ def make_group(groups: Groups) -> dist.ProcessGroup | None:
     if all(len(group) == 1 for group in groups):
         return None
     mine, _ = dist.new_subgroups_by_enumeration(groups)
+    assert isinstance(mine, dist.ProcessGroup)
     return mine
