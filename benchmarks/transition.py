@@ -10,7 +10,8 @@ For each transition, of the rank that has most of it:
   formula, (tp - t_g p_g) / (t_g p_g tp) M with M the model's matrices. Single ranks may receive more or less where a
   pipeline's first and last stage hold the vocabulary's matrices and the others do not.
 - peak: memory that a transition adds, as the kernel measured it (highest resident size while the rollout's parameters
-  are allocated and filled, minus the size before), beside its limit: the generation shard plus one bucket.
+  are allocated and filled, minus the size before), beside its limit: the generation shard, measured alone in the same
+  way, plus one bucket.
 - seconds: the median over the repeats.
 - copy: the time of a plain memory copy of a rank's generation shard, on all ranks at once. ratio = seconds / copy.
 - gather: the usual way, beside it: every parameter is gathered whole on every rank, tensor by tensor, then cut.
@@ -196,6 +197,7 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
         return targets
 
     traffic, gathered = [], []
+    shard, _ = added_memory(lambda: {name: tensor.zero_() for name, tensor in empty().items()})
     move()  # the first exchange of a group connects its members
     dist.barrier()
     peak, targets = added_memory(move)
@@ -220,7 +222,7 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
         received=traffic[0].received - norms * dtype.itemsize,
         received_norms=norms * dtype.itemsize,
         peak=peak,
-        limit=num_bytes(targets) + bucket,
+        limit=shard + bucket,
         staged=traffic[0].staged,
         seconds=seconds,
         copy_seconds=median_seconds(repeats, lambda: other.copy_(flat)),
@@ -275,7 +277,7 @@ def run_rank(rank: int, world: int, store: str, names: list[str], arguments: arg
     dist.init_process_group(current().backend, init_method=f"file://{store}", rank=rank, world_size=world)
     if rank == 0:
         print(HEADER, flush=True)
-    for dtype in arguments.dtype:
+    for dtype in [arguments.dtype] if arguments.dtype else ["float32", "bfloat16"]:
         for name in names:
             bucket = int(arguments.bucket_mb * 2**20)
             mine = measure(rank, name, getattr(torch, dtype), bucket, arguments.repeats, arguments.share)
@@ -289,7 +291,7 @@ def run_rank(rank: int, world: int, store: str, names: list[str], arguments: arg
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("transitions", nargs="*", default=TRANSITIONS, help="p-t-d:p_g-t_g")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="only this one")
     parser.add_argument("--bucket-mb", type=float, default=16.0, help="MiB of send and receive buffers together")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--share", action="store_true", help="use the trainer's memory where shards coincide")

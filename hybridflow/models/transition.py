@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 def training_tables(spec: ModelSpec, layout: ParallelLayout) -> dict[int, Table]:
     """Megatron's table of every rank; ranks that hold the same share one object."""
     padded = padded_vocab_size(spec, layout.tp)
-    return _tables(layout, lambda at: (at.tp, at.pp), lambda at: megatron_table(spec, layout, at, padded))
+    return _tables(
+        layout, lambda at: (at.pp, at.tp, at.ep, at.etp), lambda at: megatron_table(spec, layout, at, padded)
+    )
 
 
 def generation_tables(spec: ModelSpec, layout: GenerationLayout) -> dict[int, Table]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybridflow.errors import ModelError
 from hybridflow.platform import Platform
 from hybridflow.resharding.layout import Groups
-from hybridflow.resharding.plan import Copy, RankPlan
+from hybridflow.resharding.plan import Copy, RankPlan, Round
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -90,53 +90,58 @@ def reshard(
             f"rank {plan.rank} exchanges slices with ranks {list(plan.group)}, but was given "
             f"{'no process group' if group is None else f'a process group of {group.size()}'}. Pass the group of these."
         )
-    # All are looked up before the first travels: an error half-way would leave the other ranks waiting.
-    sends = [
-        [(peer, [_view(sources, "source", c.source_name, c.source_slices) for c in copies]) for peer, copies in r.sends]
-        for r in plan.rounds
-    ]
-    receives = [
-        [(peer, [_landing(targets, c, dtype) for c in copies]) for peer, copies in r.receives] for r in plan.rounds
-    ]
-    device = next(chain(sources.values(), targets.values())).device
-    sent, received, staged = _exchange(sends, receives, plan.group, dtype, device, group)
+    sent, received, staged = (n * dtype.itemsize for n in _exchange(plan, sources, targets, dtype, group))
     return Traffic(sent, received, copied, shared, staged, len(plan.rounds))
+
+
+def _exchange(
+    plan: RankPlan, sources: Tensors, targets: Tensors, dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[int, int, int]:
+    """Pack, exchange and unpack round by round; returns elements sent, received and of both buffers."""
+    # All slices are looked up before the first travels: an error half-way would leave the other ranks waiting.
+    most = [0, 0]
+    for step in plan.rounds:
+        for k, side in enumerate((_leaving(step, sources), _arriving(step, targets, dtype))):
+            most[k] = max(most[k], _num_elements(side))
+    device = next(chain(sources.values(), targets.values())).device
+    outgoing, incoming = (torch.empty(size, dtype=dtype, device=device) for size in most)
+    sent = received = 0
+    for step in plan.rounds:
+        leaving, arriving = _leaving(step, sources), _arriving(step, targets, dtype)
+        num_out, num_in = _num_elements(leaving), _num_elements(arriving)
+        for part, tensor in _parts(outgoing, leaving):
+            part.copy_(tensor)
+        splits = _splits(arriving, plan.group), _splits(leaving, plan.group)
+        dist.all_to_all_single(incoming[:num_in], outgoing[:num_out], *splits, group=group)
+        for part, tensor in _parts(incoming, arriving):
+            tensor.copy_(part)
+        sent, received = sent + num_out, received + num_in
+    return sent, received, sum(most)
 
 
 # One side of a round: the slices that go to, or come from, each peer.
 _Side = list[tuple[int, list[torch.Tensor]]]
 
 
-def _exchange(
-    sends: list[_Side],
-    receives: list[_Side],
-    ranks: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> tuple[int, int, int]:
-    """Pack, exchange and unpack round by round; returns bytes sent, received, and of the two buffers."""
-    outgoing, incoming = (
-        torch.empty(max(map(_num_elements, rounds)), dtype=dtype, device=device) for rounds in (sends, receives)
-    )
-    for leaving, arriving in zip(sends, receives, strict=True):
-        for part, tensor in _parts(outgoing, leaving):
-            part.copy_(tensor)
-        dist.all_to_all_single(
-            incoming[: _num_elements(arriving)],
-            outgoing[: _num_elements(leaving)],
-            _splits(arriving, ranks),
-            _splits(leaving, ranks),
-            group=group,
-        )
-        for part, tensor in _parts(incoming, arriving):
-            tensor.copy_(part)
-    size = dtype.itemsize
-    return (
-        size * sum(map(_num_elements, sends)),
-        size * sum(map(_num_elements, receives)),
-        size * (outgoing.numel() + incoming.numel()),
-    )
+def _leaving(step: Round, sources: Tensors) -> _Side:
+    return [
+        (peer, [_view(sources, "source", c.source_name, c.source_slices) for c in copies])
+        for peer, copies in step.sends
+    ]
+
+
+def _arriving(step: Round, targets: Tensors, dtype: torch.dtype) -> _Side:
+    side = [
+        (peer, [_view(targets, "target", c.target_name, c.target_slices) for c in copies])
+        for peer, copies in step.receives
+    ]
+    for (_, copies), (_, tensors) in zip(step.receives, side, strict=True):
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if tensor.dtype != dtype:
+                raise ModelError(
+                    f"{copy.target_name}: slices travel as {dtype}, the target parameter is {tensor.dtype}."
+                )
+    return side
 
 
 def _parts(buffer: torch.Tensor, side: _Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,14 +193,6 @@ def copy_local(plan: Iterable[Copy], source_params: Tensors, target_params: Tens
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _landing(targets: Tensors, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
-    """Where received elements go."""
-    view = _view(targets, "target", copy.target_name, copy.target_slices)
-    if view.dtype != dtype:
-        raise ModelError(f"{copy.target_name}: slices travel as {dtype}, the target parameter is {view.dtype}.")
-    return view
 
 
 def _view(parameters: Tensors, side: str, name: str, part: tuple[slice, ...]) -> torch.Tensor:
