@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import hf_table
-from hybridflow.models.transition import generation_tables, plan_to_generation, training_tables
+from hybridflow.models.transition import generation_tables, to_generation, training_tables
 from hybridflow.platform import current
 from hybridflow.resharding.boxes import slices
 from hybridflow.resharding.layout import GenerationLayout, ParallelLayout
@@ -173,8 +173,8 @@ class Gather:
 
 def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int, share: bool) -> Measured:
     layout = parse(name)
-    plan, groups = plan_to_generation(SPEC, layout, rank, bucket // dtype.itemsize)
-    group, gather = make_group(groups), Gather(layout, rank)
+    way = to_generation(SPEC, layout, rank)
+    plan, group, gather = way.plan(rank, bucket // dtype.itemsize), make_group(way.groups), Gather(layout, rank)
     sources = shard_of(training_tables(SPEC, layout.training)[rank], dtype)
     table = generation_tables(SPEC, layout)[rank]
     expected = shard_of(table, dtype)

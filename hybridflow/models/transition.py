@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
@@ -49,21 +50,32 @@ def _tables(
     return tables
 
 
-def plan_to_generation(
-    spec: ModelSpec,
-    layout: GenerationLayout,
-    rank: int,
-    bucket_elements: int,
-    nodes: Mapping[int, int] | None = None,
-) -> tuple[RankPlan, Groups]:
-    """A rank's part in filling its world's rollout from its world's trainer, and the groups that exchange slices.
+@dataclass(frozen=True)
+class Transition:
+    """The ranks that one rank exchanges slices with, and what each of them holds and needs.
+
+    Attributes:
+        groups: all groups of the world that exchange slices among themselves; process groups are made from them.
+        sources, targets: tables of the ranks of one's own group.
+    """
+
+    groups: Groups
+    sources: Mapping[int, Table]
+    targets: Mapping[int, Table]
+
+    def plan(self, rank: int, bucket_elements: int, nodes: Mapping[int, int] | None = None) -> RankPlan:
+        """The rank's part; see :func:`hybridflow.resharding.plan.plan_rank`."""
+        return plan_rank(rank, self.sources, self.targets, bucket_elements, nodes)
+
+
+def to_generation(spec: ModelSpec, layout: GenerationLayout, rank: int) -> Transition:
+    """From the trainer of a world to the rollout of the same ranks.
 
     Where the layouts nest, the groups are the micro-DP groups and a rank receives the least possible. Where they do
     not, rank 0 warns of what it costs.
 
     Args:
         layout: of generation; it knows the training layout.
-        bucket_elements, nodes: see :func:`hybridflow.resharding.plan.plan_rank`.
     """
     sources, targets = training_tables(spec, layout.training), generation_tables(spec, layout)
     smallest, world = layout.transition_groups(), [list(range(layout.world_size))]
@@ -77,23 +89,11 @@ def plan_to_generation(
             *(layout.training, layout, len(groups[0]), len(smallest[0])),
         )
     mine = next(group for group in groups if rank in group)
-    plan = plan_rank(rank, {r: sources[r] for r in mine}, {r: targets[r] for r in mine}, bucket_elements, nodes)
-    return plan, groups
+    return Transition(groups, {r: sources[r] for r in mine}, {r: targets[r] for r in mine})
 
 
-def plan_between_pools(
-    spec: ModelSpec,
-    training: ParallelLayout,
-    generation: GenerationLayout,
-    rank: int,
-    bucket_elements: int,
-    nodes: Mapping[int, int] | None = None,
-) -> RankPlan:
-    """A rank's part in filling a rollout's pool from a trainer's pool.
-
-    Args:
-        rank: in the joint group: the trainer's ranks, then the rollout's.
-        bucket_elements, nodes: see :func:`hybridflow.resharding.plan.plan_rank`; nodes by joint rank.
-    """
-    targets = {training.world_size + r: table for r, table in generation_tables(spec, generation).items()}
-    return plan_rank(rank, training_tables(spec, training), targets, bucket_elements, nodes)
+def between_pools(spec: ModelSpec, training: ParallelLayout, generation: GenerationLayout) -> Transition:
+    """From a trainer's pool to a rollout's pool, in the joint group: the trainer's ranks, then the rollout's."""
+    first = training.world_size
+    targets = {first + rank: table for rank, table in generation_tables(spec, generation).items()}
+    return Transition([list(range(first + len(targets)))], training_tables(spec, training), targets)

@@ -3,7 +3,7 @@
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.models.transition import generation_tables, plan_between_pools, plan_to_generation, training_tables
+from hybridflow.models.transition import between_pools, generation_tables, to_generation, training_tables
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.resharding.plan import plan_rank
 from tests.models.oracle import make_spec
@@ -19,8 +19,9 @@ def peers(plan):
 def test_nested_layouts_exchange_slices_in_micro_dp_groups(caplog):
     layout = ParallelLayout(tp=4, dp=2).generation(tp=2)
     for rank, partner in enumerate([1, 0, 3, 2, 5, 4, 7, 6]):
-        plan, groups = plan_to_generation(SPEC, layout, rank, BUCKET)
-        assert groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        way = to_generation(SPEC, layout, rank)
+        plan = way.plan(rank, BUCKET)
+        assert way.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert set(plan.group) == {rank, partner} and peers(plan) == {partner}
     assert not caplog.records
 
@@ -29,7 +30,7 @@ def test_every_part_of_a_plan_is_the_one_its_group_makes():
     layout = ParallelLayout(tp=2, pp=2).generation(tp=1)
     sources, targets = training_tables(SPEC, layout.training), generation_tables(SPEC, layout)
     for rank in range(4):
-        assert plan_to_generation(SPEC, layout, rank, BUCKET)[0] == plan_rank(rank, sources, targets, BUCKET)
+        assert to_generation(SPEC, layout, rank).plan(rank, BUCKET) == plan_rank(rank, sources, targets, BUCKET)
 
 
 def test_ranks_that_hold_the_same_share_one_table():
@@ -42,12 +43,12 @@ def test_ranks_that_hold_the_same_share_one_table():
 
 def test_layouts_that_do_not_divide_are_planned_and_their_cost_is_told_once(caplog):
     layout = ParallelLayout(tp=1, dp=2).generation(tp=2)
-    plans = [plan_to_generation(SPEC, layout, rank, BUCKET)[0] for rank in range(2)]
+    plans = [to_generation(SPEC, layout, rank).plan(rank, BUCKET) for rank in range(2)]
     # Each replica holds everything, so nothing has to travel, though the degrees do not divide.
     assert [plan.rounds for plan in plans] == [(), ()] and not caplog.records
 
     layout = ParallelLayout(tp=2, dp=2).generation(tp=4)
-    plans = [plan_to_generation(SPEC, layout, rank, BUCKET)[0] for rank in range(4)]
+    plans = [to_generation(SPEC, layout, rank).plan(rank, BUCKET) for rank in range(4)]
     (record,) = caplog.records
     assert "generation tp=4 pp=1 does not divide training tp=2 pp=1" in record.getMessage()
     # Generation quarters 0, 1, 2, 3; ranks 0 and 3 have theirs in halves 0, 1, 0, 1.
@@ -57,15 +58,15 @@ def test_layouts_that_do_not_divide_are_planned_and_their_cost_is_told_once(capl
 def test_a_vocabulary_that_widens_the_groups_is_told(caplog):
     spec = make_spec("llama", num_attention_heads=6, num_key_value_heads=6, intermediate_size=12)
     layout = ParallelLayout(tp=6).generation(tp=2)
-    plan, groups = plan_to_generation(spec, layout, 0, BUCKET)
-    assert groups == [[0, 1, 2, 3, 4, 5]] and plan.group == (0, 1, 2, 3, 4, 5)
+    way = to_generation(spec, layout, 0)
+    assert way.groups == [[0, 1, 2, 3, 4, 5]] and way.plan(0, BUCKET).group == (0, 1, 2, 3, 4, 5)
     (record,) = caplog.records
     assert "within groups of 6 ranks instead of 3: the two sides cut the vocabulary" in record.getMessage()
 
 
 def test_two_pools_are_one_space_of_ranks():
     training, generation = ParallelLayout(tp=2), ParallelLayout(dp=3).generation(tp=1)
-    plans = [plan_between_pools(SPEC, training, generation, rank, BUCKET) for rank in range(5)]
+    plans = [between_pools(SPEC, training, generation).plan(rank, BUCKET) for rank in range(5)]
     assert {plan.group for plan in plans} == {(0, 1, 2, 3, 4)}
     assert [peers(plan) for plan in plans] == [{2, 3, 4}, {2, 3, 4}, {0, 1}, {0, 1}, {0, 1}]
     assert not any(plan.copies or plan.coinciding for plan in plans)
