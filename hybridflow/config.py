@@ -47,11 +47,17 @@ class LayoutConfig(Settings):
         tp: tensor-parallel size.
         pp: pipeline-parallel size.
         cp: context-parallel size.
+        ep: expert-parallel size: the experts of a layer are spread over this many ranks of a pipeline stage.
+        etp: tensor-parallel size of an expert; 0 means ``tp``.
+        vpp: virtual pipeline stages of each rank (interleaved 1F1B); 1 is the plain schedule.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    vpp: int = 1
 
 
 @dataclass
@@ -96,6 +102,7 @@ class OptimizerConfig(Settings):
         schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``min_lr`` at update
             ``decay_steps``.
         decay_steps: updates over which a linear or cosine schedule decays; 0 means all updates of the run.
+        distributed: data- and context-parallel ranks share the optimizer's state instead of each holding all of it.
     """
 
     lr: float = 1e-6
@@ -108,6 +115,7 @@ class OptimizerConfig(Settings):
     warmup_steps: int = 0
     schedule: str = "constant"
     decay_steps: int = 0
+    distributed: bool = True
 
 
 @dataclass
@@ -141,11 +149,15 @@ class ActorConfig(Settings):
     Attributes:
         mini_batch_size: rows (over all devices) of one optimizer update; 0 means the whole batch.
         micro_batch_size: rows of one forward on one device.
-        micro_batch_tokens: token budget of one forward on one device; above 0 it replaces ``micro_batch_size``.
+        micro_batch_tokens: token budget of one forward; above 0 it replaces ``micro_batch_size``. Rows are packed, so
+            it is the sum of their tokens.
         epochs: passes over each batch.
         shuffle: order of rows inside a pass: shuffled by the run's seed, or as they came.
         balance: data-parallel ranks get rows of about the same work, for log-probabilities and for each update;
             otherwise neighbouring rows. Results are the same.
+        sequence_parallel: with tensor parallelism, ranks share the tokens between their linear layers: less memory.
+        recompute: what backward computes again instead of keeping it in memory: ``none``, ``selective`` (inside
+            attention) or ``full`` (each layer).
     """
 
     mini_batch_size: int = 0
@@ -154,6 +166,8 @@ class ActorConfig(Settings):
     epochs: int = 1
     shuffle: bool = False
     balance: bool = True
+    sequence_parallel: bool = True
+    recompute: str = "none"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
 

@@ -54,8 +54,8 @@ def refused(checked: Callable[..., Plan]) -> Callable[..., str]:
 
 @pytest.fixture
 def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules behind the one that refuses every layout but data parallel."""
-    monkeypatch.setattr(placement, "AVAILABLE_AXES", dict.fromkeys(placement.MODEL_ROLES, ("tp", "pp", "cp")))
+    """The rules behind the one that refuses what a role cannot use."""
+    monkeypatch.setattr(placement, "AVAILABLE_AXES", dict.fromkeys(placement.MODEL_ROLES, tuple(placement.AXES)))
 
 
 def options_of(group: str) -> list[str]:
@@ -235,8 +235,8 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
             "roles.actor.pool='cpu' has kind 'cpu', whose processes have no device; actor computes",
         ),
         (
-            "roles.actor.layout.tp=2",
-            "roles.actor.layout.tp=2: layouts other than data parallel are not available yet. Set it to 1.",
+            "roles.rollout.layout.vpp=2",
+            "roles.rollout.layout.vpp=2: in this version rollout can use tp. Set it to 1.",
         ),
         ("roles.reward.layout.pp=1", ""),
         (
@@ -275,11 +275,12 @@ def test_degrees_have_to_divide_the_pool(refused: Callable[..., str], all_axes: 
 
 
 def test_degrees_have_to_divide_the_model(refused: Callable[..., str], all_axes: None) -> None:
-    text = refused("pools.train.devices=[8]", "roles.actor.layout={tp: 4}", "roles.rollout.layout={tp: 8}")
+    reference = "roles.reference={pool: train, layout: {pp: 2, vpp: 2}}"
+    text = refused("pools.train.devices=[8]", "roles.actor.layout={tp: 4}", "roles.rollout.layout={tp: 8}", reference)
     assert text.splitlines()[1:] == [
-        "  - roles.actor.layout.tp=4 does not divide the model's 2 kv heads. Set it to one of 1, 2.",
-        "  - roles.rollout.layout.tp=8 does not divide the model's 4 attention heads, 2 kv heads. "
-        "Set it to one of 1, 2.",
+        "  - roles.actor.layout.tp=4 does not divide the model's num_kv_heads=2. Choose one of 1, 2.",
+        "  - roles.rollout.layout.tp=8 does not divide the model's num_heads=4. Choose one of 1, 2, 4.",
+        "  - roles.reference.layout.pp*vpp = 2*2 = 4 does not divide the model's num_layers=2. Choose one of 1, 2.",
     ]
 
 

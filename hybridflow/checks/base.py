@@ -59,14 +59,15 @@ class Facts:
         The rollout's is a generation layout: of the actor's where they share a pool, else of its own degrees.
         """
         at, where = self.placed[role], f"roles.{role}.layout"
-        degrees = {axis: getattr(at.layout, axis) for axis in ("tp", "pp", "cp")}
+        axes = ("tp", "pp", "cp") if role == "rollout" else ("tp", "pp", "cp", "ep", "etp", "vpp")
+        degrees = {axis: getattr(at.layout, axis) for axis in axes}
         own = ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=where)
         if role != "rollout":
             return own
         actor = self.placed.get("actor")
         shared = actor is not None and actor.pool == at.pool
         training = training_of(self.layout("actor")) if shared else own
-        return training.generation(tp=at.layout.tp, pp=at.layout.pp)
+        return training.generation(tp=at.layout.tp, pp=at.layout.pp, ep=at.layout.ep)
 
     @cached_property
     def spec(self) -> ModelSpec:

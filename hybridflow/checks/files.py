@@ -13,7 +13,9 @@ from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.placement import MODEL_ROLES
 from hybridflow.checks.values import DTYPE_BYTES
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
-from hybridflow.errors import CheckpointError, ModelError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
+from hybridflow.models.tables import check_megatron, check_vllm, padded_vocab_size
+from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.rewards.components import SCORE, components_of
 
 KV_BLOCK_TOKENS = 32
@@ -85,28 +87,20 @@ def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model", "roles")
+@rule("model", "roles", "pools")
 def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
     spec = facts.spec
     for role in MODEL_ROLES:
-        layout = facts.placed[role].layout if role in facts.placed else None
-        if layout is None:
+        if role not in facts.placed:
             continue
-        parts = {
-            "tp": {"attention heads": spec.num_heads, "kv heads": spec.num_kv_heads, "ffn size": spec.ffn_size},
-            "pp": {"layers": spec.num_layers},
-        }
-        for axis, sizes in parts.items():
-            degree = getattr(layout, axis)
-            bad = [f"{size} {name}" for name, size in sizes.items() if size % degree]
-            if bad:
-                common = math.gcd(*sizes.values())
-                fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
-                yield Problem(
-                    f"roles.{role}.layout",
-                    f"roles.{role}.layout.{axis}={degree} does not divide the model's {', '.join(bad)}. Set it to one "
-                    f"of {', '.join(fitting)}.",
-                )
+        layout, where = facts.layout(role), f"roles.{role}.layout"
+        try:
+            if isinstance(layout, GenerationLayout):
+                check_vllm(spec, layout.tp, where)
+            else:
+                check_megatron(spec, layout, padded_vocab_size(spec, layout.tp), where)
+        except (ConfigError, ModelError) as error:
+            yield Problem(where, str(error))
 
 
 @rule()

@@ -11,7 +11,13 @@ from hybridflow.resharding.layout import GenerationLayout
 ROLES = ("actor", "rollout", "reference", "reward")
 REQUIRED_ROLES = ("actor", "rollout", "reward")
 MODEL_ROLES = ("actor", "rollout", "reference")
-AVAILABLE_AXES: dict[str, tuple[str, ...]] = {"rollout": ("tp",)}
+AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
+"""Axes of a layout besides dp, with the degree that leaves one unused."""
+AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
+    "actor": ("tp", "pp", "cp", "vpp"),
+    "reference": ("tp", "pp", "cp", "vpp"),
+    "rollout": ("tp",),
+}
 """Axes of a layout besides dp that the engine of a role offers in this version."""
 
 
@@ -68,9 +74,9 @@ def layouts_fill_their_pools(facts: Facts) -> Iterator[Problem]:
 @rule("roles", "pools")
 def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
     for role, at in facts.placed.items():
-        for axis in ("tp", "pp", "cp"):
+        for axis, unused in AXES.items():
             size = getattr(at.layout, axis)
-            if size == 1:
+            if size in (1, unused):
                 continue
             if role == "reward":
                 reason = "the reward role has no model to split"
@@ -79,7 +85,7 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
             elif role == "rollout" and axis == "pp":
                 reason = "an engine has no pipeline stages"
             elif axis not in AVAILABLE_AXES.get(role, ()):
-                reason = "layouts other than data parallel are not available yet"
+                reason = f"in this version {role} can use {', '.join(AVAILABLE_AXES[role])}"
             else:
                 continue
             yield Problem(f"roles.{role}.layout", f"roles.{role}.layout.{axis}={size}: {reason}. Set it to 1.")

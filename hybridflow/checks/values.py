@@ -23,6 +23,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": tuple(DTYPE_BYTES),
     "pools.*.kind": ("device", "cpu"),
+    "actor.recompute": ("none", "selective", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
     "actor.loss.name": ("ppo", "sft"),
     "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
@@ -65,6 +66,9 @@ RANGES: dict[str, Range] = {
     "roles.*.layout.tp": COUNT,
     "roles.*.layout.pp": COUNT,
     "roles.*.layout.cp": COUNT,
+    "roles.*.layout.ep": COUNT,
+    "roles.*.layout.etp": NATURAL,
+    "roles.*.layout.vpp": COUNT,
     "data.evaluate_share": Range(0, 1, open_high=True),
     "data.prompts_per_step": COUNT,
     "actor.mini_batch_size": NATURAL,

@@ -1,7 +1,8 @@
 """How rows are shared among replicas, and how a replica's rows become micro-batches: pure functions on row numbers.
 
-Rows of similar length stand together in a micro-batch, so that padding stays small. Losses are sums divided by global
-counts, so neither the order nor the split changes an update.
+Rows are packed without padding, so what a micro-batch costs is the sum of its tokens; rows of similar length stand
+together, because attention works on rectangles. Losses are sums divided by global counts, so neither the order nor the
+split changes an update.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def micro_batches(lengths: Sequence[int], rows: int, tokens: int = 0) -> list[li
     Args:
         lengths: tokens of each row.
         rows: rows of one micro-batch; not read where ``tokens`` is above 0.
-        tokens: budget of one micro-batch, counted as it is computed: rows times the longest row.
+        tokens: budget of one micro-batch: the sum of its rows' tokens.
 
     Returns:
         Indices of the rows of each micro-batch, longest rows first (a run out of memory shows in the first one).
@@ -183,9 +184,11 @@ def micro_batches(lengths: Sequence[int], rows: int, tokens: int = 0) -> list[li
             "Raise it to at least rollout.max_prompt_tokens + rollout.max_tokens."
         )
     found: list[list[int]] = []
+    used = tokens
     for i in order:
-        # The first row of a micro-batch is its longest: it sets the width.
-        if not found or (len(found[-1]) + 1) * lengths[found[-1][0]] > tokens:
+        if used + lengths[i] > tokens:
             found.append([])
+            used = 0
         found[-1].append(i)
+        used += lengths[i]
     return found

@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face folders through tables: safetensors on one side, local parameters on the other.
 
 Where it stands: engines load their shard at start-up, a run exports its model at the end. Reading touches only the
-slices a rank needs; writing assembles one tensor file at a time.
+slices a rank needs; writing assembles one tensor file at a time, from one process or from the ranks of a group.
 
 Invariants: after :func:`load_parameters` every element of every parameter is the checkpoint's or zero (padding); a
 folder that :func:`export_folder` made is complete, because it appears under its name only after all of it is on disk.
@@ -12,19 +12,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hybridflow.errors import CheckpointError, ModelError, nearest
+from hybridflow.errors import CheckpointError, HybridFlowError, ModelError, nearest
 from hybridflow.models.spec import ModelSpec, read_json
 from hybridflow.models.tables import hf_table
-from hybridflow.resharding.boxes import Box, ParameterBoxes, Piece, find, slices, uncovered, whole
+from hybridflow.resharding.boxes import Box, ParameterBoxes, Piece, extents, find, slices, uncovered, whole
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -139,16 +140,21 @@ def export_folder(
     source_folder: str | Path,
     parts: Iterable[Part],
     *,
+    group: dist.ProcessGroup | None = None,
     tokenizer_folder: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write a Hugging Face folder: weights from local parameters, the rest from the folder the model came from.
 
+    With a group all its ranks call, each with its own parts, and the group's first rank writes: it receives one tensor
+    after the other, slice by slice, and holds one file's tensors at a time.
+
     Args:
         out: the new folder; it must not exist, or be empty.
         source_folder: where config.json, generation_config.json and the tokenizer's files are copied from.
-        parts: (table, parameters) of each rank at hand; together they have to hold every tensor whole.
+        parts: (table, parameters) at hand; those of all ranks together have to hold every tensor whole.
+        group: the ranks that hold the model; None means this process alone.
         tokenizer_folder: where the tokenizer's files are copied from instead.
         dtype: of the weights; None keeps the parameters' own.
         max_shard_bytes: largest weight file; a single tensor above it gets a file to itself.
@@ -158,41 +164,91 @@ def export_folder(
 
     Raises:
         ModelError: a part of a tensor is held by no rank; names the tensor and the slice.
-        CheckpointError: the folder exists, or cannot be written; names the path and the reason.
+        CheckpointError: the folder exists, or cannot be written; names the path and the reason. Every rank of the group
+            raises what went wrong on one.
     """
     out, source_folder = Path(out).absolute(), Path(source_folder)
-    weights = _Weights(spec, parts, dtype)
+    ranks = _Ranks(group)
+    weights = _Weights(spec, parts, dtype, ranks)
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    with _writable(out, temporary):
+
+    def begin() -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out}: exists already. Choose another folder, or remove it first.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_side_files(temporary, spec, source_folder, Path(tokenizer_folder or source_folder), weights.dtype)
-        _write_weights(temporary, weights, max_shard_bytes)
+
+    def finish() -> None:
         for path in [*sorted(temporary.rglob("*")), temporary]:
             _sync(path)
         os.replace(temporary, out)
         _sync(out.parent)
+
+    with _writable(out, temporary):
+        ranks.on_first(begin)
+        _write_weights(temporary, weights, max_shard_bytes, ranks)
+        ranks.on_first(finish)
     return out
 
 
-class _Weights:
-    """The checkpoint's tensors as they stand in local parameters, assembled one at a time.
+class _Ranks:
+    """The ranks that write a folder together."""
 
-    Building it checks that all of them can be assembled.
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on every rank."""
+        found = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def on_first(self, action: Callable[[], None]) -> None:
+        """Do something on the first rank; every rank raises what it raises."""
+        error: list[Exception | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except (OSError, SafetensorError, HybridFlowError) as caught:
+                error = [caught]
+        if self.group is not None:
+            dist.broadcast_object_list(error, group_src=0, group=self.group)
+        if error[0] is not None:
+            raise error[0]
+
+
+class _Holder(NamedTuple):
+    """Who holds a slice: the rank, the number of its part, the parameter's name."""
+
+    rank: int
+    part: int
+    name: str
+
+
+class _Weights:
+    """The checkpoint's tensors as they stand in the ranks' parameters, assembled one at a time.
+
+    Building it checks that all of them can be assembled. Of several ranks that hold a slice, the first gives it.
     """
 
-    def __init__(self, spec: ModelSpec, parts: Iterable[Part], dtype: torch.dtype | None) -> None:
-        self.shapes = hf_table(spec)
-        self._parameters: dict[tuple[int, str], torch.Tensor] = {}
-        holders: dict[str, list[tuple[tuple[int, str], Box]]] = {}
-        for number, (table, parameters) in enumerate(parts):
-            _check_parameters(table, parameters)
-            for name, boxes in table.items():
-                self._parameters[number, name] = parameters[name]
-                for box in boxes.boxes:
-                    holders.setdefault(box.tensor, []).append(((number, name), box))
+    def __init__(self, spec: ModelSpec, parts: Iterable[Part], dtype: torch.dtype | None, ranks: _Ranks) -> None:
+        self.shapes, self.ranks = hf_table(spec), ranks
+        self._parts = list(parts)
+        self._device = next((p.device for _, parameters in self._parts for p in parameters.values()), "cpu")
+        holders: dict[str, list[tuple[_Holder, Box]]] = {}
+        dtype_of: dict[_Holder, torch.dtype] = {}
+        for rank, described in enumerate(ranks.gather(self._described())):
+            if isinstance(described, ModelError):
+                raise described
+            for number, (table, dtypes) in enumerate(described):
+                for name, boxes in table.items():
+                    holder = _Holder(rank, number, name)
+                    dtype_of[holder] = dtypes[name]
+                    for box in boxes.boxes:
+                        holders.setdefault(box.tensor, []).append((holder, box))
         self._pieces: dict[str, list[Piece]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for tensor, shape in self.shapes.items():
@@ -201,7 +257,16 @@ class _Weights:
                 ranges = ", ".join(f"{start}:{stop}" for start, stop in missing[0])
                 raise ModelError(f"{tensor}[{ranges}]: no rank at hand holds it, so the checkpoint would not be whole.")
             self._pieces[tensor] = pieces
-            self.dtypes[tensor] = dtype or self._parameters[pieces[0].key].dtype  # type: ignore[index]
+            self.dtypes[tensor] = dtype or dtype_of[pieces[0].key]  # type: ignore[index]
+
+    def _described(self) -> list[Any] | ModelError:
+        """This rank's tables with the dtypes of its parameters, or what is wrong with them."""
+        try:
+            for table, parameters in self._parts:
+                _check_parameters(table, parameters)
+        except ModelError as error:
+            return error
+        return [(table, {name: parameters[name].dtype for name in table}) for table, parameters in self._parts]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -212,15 +277,30 @@ class _Weights:
     def num_bytes(self, tensor: str) -> int:
         return torch.Size(self.shapes[tensor]).numel() * self.dtypes[tensor].itemsize
 
-    def assemble(self, tensor: str) -> torch.Tensor:
-        whole_tensor = torch.empty(self.shapes[tensor], dtype=self.dtypes[tensor])
+    def assemble(self, tensor: str) -> torch.Tensor | None:
+        """The whole tensor on the first rank, None on the others; all ranks ask for the same tensors in one order."""
+        first, dtype = self.ranks.rank == 0, self.dtypes[tensor]
+        whole_tensor = torch.empty(self.shapes[tensor], dtype=dtype) if first else None
         for piece in self._pieces[tensor]:
-            parameter = self._parameters[piece.key]  # type: ignore[index]
-            whole_tensor[slices(piece.target)].copy_(parameter[slices(piece.source)])
+            holder: _Holder = piece.key  # type: ignore[assignment]
+            value = None
+            if holder.rank == self.ranks.rank:
+                value = (
+                    self._parts[holder.part][1][holder.name][slices(piece.source)]
+                    .to(dtype)
+                    .reshape(extents(piece.target))
+                )
+                if not first:
+                    dist.send(value.contiguous(), group=self.ranks.group, group_dst=0)
+            elif first:
+                value = torch.empty(extents(piece.target), dtype=dtype, device=self._device)
+                dist.recv(value, group=self.ranks.group, group_src=holder.rank)
+            if whole_tensor is not None:
+                whole_tensor[slices(piece.target)].copy_(value)  # type: ignore[arg-type]
         return whole_tensor
 
 
-def _write_weights(folder: Path, weights: _Weights, max_shard_bytes: int) -> None:
+def _write_weights(folder: Path, weights: _Weights, max_shard_bytes: int, ranks: _Ranks) -> None:
     shards: list[list[str]] = [[]]
     filled = 0
     for tensor in weights.shapes:
@@ -235,12 +315,18 @@ def _write_weights(folder: Path, weights: _Weights, max_shard_bytes: int) -> Non
         names = [SINGLE_FILE]
     mode = 0o666 & ~_umask()
     for name, tensors in zip(names, shards, strict=True):
-        save_file({tensor: weights.assemble(tensor) for tensor in tensors}, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(mode)  # safetensors makes its files readable by their owner alone
+        content = {tensor: weights.assemble(tensor) for tensor in tensors}
+
+        def save(path: Path = folder / name, content: dict[str, Any] = content) -> None:
+            save_file(content, path, metadata={"format": "pt"})
+            path.chmod(mode)  # safetensors makes its files readable by their owner alone
+
+        ranks.on_first(save)
     if len(shards) > 1:
         total = sum(weights.num_bytes(tensor) for tensor in weights.shapes)
         weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-        _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        ranks.on_first(lambda: _write_json(folder / INDEX_FILE, index))
 
 
 def _write_side_files(folder: Path, spec: ModelSpec, source: Path, tokenizer: Path, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.spec import ModelSpec
@@ -68,7 +69,8 @@ def megatron_table(
     """Parameters of one rank of megatron-core's GPTModel.
 
     Layers are numbered from 0 in each pipeline stage, as in the model. A tied model on several stages holds the
-    embedding twice: on the first stage, and as ``output_layer.weight`` on the last.
+    embedding twice: on the first stage, and as ``output_layer.weight`` on the last. With virtual stages a rank holds
+    several models, numbered in the order of their layers, whose parameters are called as :func:`chunk_prefix` says.
 
     Args:
         at: the rank's coordinates; only ``tp`` and ``pp`` matter.
@@ -79,11 +81,12 @@ def megatron_table(
     """
     check_megatron(spec, layout, padded_vocab)
     build = _Builder(spec, layout.tp, at.tp)
-    layers = spec.num_layers // layout.pp
+    layers = spec.num_layers // (layout.pp * layout.vpp)
     if at.pp == 0:
-        build.vocabulary("embedding.word_embeddings.weight", EMBEDDING, padded_vocab)
-    for local in range(layers):
-        ours, hf = f"decoder.layers.{local}.", f"model.layers.{at.pp * layers + local}."
+        build.vocabulary(f"{chunk_prefix(layout, 0)}embedding.word_embeddings.weight", EMBEDDING, padded_vocab)
+    for chunk, local in product(range(layout.vpp), range(layers)):
+        ours = f"{chunk_prefix(layout, chunk)}decoder.layers.{local}."
+        hf = f"model.layers.{(chunk * layout.pp + at.pp) * layers + local}."
         build.copy(f"{ours}input_layernorm.weight", f"{hf}input_layernorm.weight")
         build.rows(f"{ours}self_attention.linear_proj", f"{hf}self_attn.o_proj", spec.o_bias)
         build.columns(f"{ours}self_attention.linear_qkv", list(build.grouped_qkv(hf)), spec.qkv_bias)
@@ -94,10 +97,16 @@ def megatron_table(
         build.columns(f"{ours}mlp.linear_fc1", list(build.gate_up(hf)), spec.mlp_bias)
         build.rows(f"{ours}mlp.linear_fc2", f"{hf}mlp.down_proj", spec.mlp_bias)
     if at.pp == layout.pp - 1:
-        build.copy("decoder.final_layernorm.weight", FINAL_NORM)
+        last = chunk_prefix(layout, layout.vpp - 1)
+        build.copy(f"{last}decoder.final_layernorm.weight", FINAL_NORM)
         if not (spec.tied and layout.pp == 1):
-            build.vocabulary("output_layer.weight", EMBEDDING if spec.tied else LM_HEAD, padded_vocab)
+            build.vocabulary(f"{last}output_layer.weight", EMBEDDING if spec.tied else LM_HEAD, padded_vocab)
     return build.table
+
+
+def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
+    """What stands before the parameter names of a rank's chunk-th model; nothing where it has one."""
+    return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
 def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBoxes]:
@@ -129,49 +138,48 @@ def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBox
     return build.table
 
 
-def check_megatron(spec: ModelSpec, layout: ParallelLayout, padded_vocab: int) -> None:
-    """Refuse a training layout that does not divide the model; ConfigError names both numbers."""
-    if spec.num_layers % layout.pp:
-        raise ConfigError(
-            f"layout.pp={layout.pp} does not divide the model's num_layers={spec.num_layers}: every stage holds the "
-            f"same number of layers. Choose a pp that divides {spec.num_layers}."
-        )
-    if spec.num_kv_heads < layout.tp:
-        raise ConfigError(
-            f"layout.tp={layout.tp} is larger than the model's num_kv_heads={spec.num_kv_heads}: each rank needs "
-            f"whole kv heads. Choose tp <= {spec.num_kv_heads}."
-        )
+def check_megatron(spec: ModelSpec, layout: ParallelLayout, padded_vocab: int, where: str = "layout") -> None:
+    """Refuse a training layout that does not divide the model; ConfigError names all numbers and the degrees that do.
+
+    Args:
+        where: the layout's setting, for messages.
+    """
+    stages = f"pp={layout.pp}" if layout.vpp == 1 else f"pp*vpp = {layout.pp}*{layout.vpp} = {layout.pp * layout.vpp}"
+    _check_divides(layout.pp * layout.vpp, f"{where}.{stages}", num_layers=spec.num_layers)
     _check_divides(
         layout.tp,
-        "layout.tp",
+        f"{where}.tp={layout.tp}",
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         ffn_size=spec.ffn_size,
-        padded_vocab=padded_vocab,
     )
     if padded_vocab < spec.vocab_size:
         raise ConfigError(f"padded_vocab={padded_vocab} is smaller than the model's vocab_size={spec.vocab_size}.")
+    _check_divides(layout.tp, f"{where}.tp={layout.tp}", padded_vocab=padded_vocab)
 
 
-def check_vllm(spec: ModelSpec, tp: int) -> None:
+def check_vllm(spec: ModelSpec, tp: int, where: str = "rollout layout") -> None:
     """Refuse a rollout layout that does not divide the model (ConfigError), or a model vLLM lacks (ModelError)."""
     padded_vocab = padded_vocab_size(spec)
-    _check_divides(tp, "rollout tp", num_heads=spec.num_heads, ffn_size=spec.ffn_size, padded_vocab=padded_vocab)
+    named = f"{where}.tp={tp}"
+    _check_divides(tp, named, num_heads=spec.num_heads, ffn_size=spec.ffn_size, padded_vocab=padded_vocab)
     if tp < spec.num_kv_heads:
-        _check_divides(tp, "rollout tp", num_kv_heads=spec.num_kv_heads)
+        _check_divides(tp, named, num_kv_heads=spec.num_kv_heads)
     elif tp % spec.num_kv_heads:
         raise ConfigError(
-            f"rollout tp={tp} is no multiple of the model's num_kv_heads={spec.num_kv_heads}: with more ranks than kv "
-            f"heads each kv head is held by tp / num_kv_heads ranks. Choose a multiple or a divisor."
+            f"{named} is no multiple of the model's num_kv_heads={spec.num_kv_heads}: with more ranks than kv heads "
+            f"each kv head is held by tp / num_kv_heads ranks. Choose a multiple or a divisor."
         )
     if spec.architecture == "qwen3" and spec.o_bias:
         raise ModelError("attention_bias=True: vLLM's qwen3 has no bias on o_proj and would ignore the checkpoint's.")
 
 
-def _check_divides(degree: int, field: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size % degree:
-            raise ConfigError(f"{field}={degree} does not divide the model's {name}={size}: choose a divisor.")
+def _check_divides(degree: int, named: str, **sizes: int) -> None:
+    bad = [f"{name}={size}" for name, size in sizes.items() if size % degree]
+    if bad:
+        common = math.gcd(*sizes.values())
+        fitting = [str(d) for d in range(1, common + 1) if common % d == 0]
+        raise ConfigError(f"{named} does not divide the model's {', '.join(bad)}. Choose one of {', '.join(fitting)}.")
 
 
 # Where rows of Hugging Face tensors go: (tensor without ".weight", first row, rows).

@@ -99,6 +99,35 @@ def uncovered(region: Ranges, covers: Iterable[Ranges]) -> list[Ranges]:
     return left
 
 
+def rectangles(shape: Sequence[int], start: int, stop: int) -> list[Ranges]:
+    """Elements ``start`` to ``stop`` of a tensor, counted in row-major order, as rectangles in that order.
+
+    At most 2 * dimensions - 1 of them; none where the range is empty.
+    """
+    if len(shape) == 1:
+        return [((start, stop),)] if start < stop else []
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        return [((last, last + 1), *rest) for rest in rectangles(shape[1:], start - last * row, stop - last * row)]
+    head = [((first - 1, first), *rest) for rest in rectangles(shape[1:], start - (first - 1) * row, row)]
+    body: list[Ranges] = [((first, last), *whole(shape[1:]))] if first < last else []
+    tail = [((last, last + 1), *rest) for rest in rectangles(shape[1:], 0, stop - last * row)]
+    return [*(head if start < first * row else []), *body, *tail]
+
+
+def crop(parameter: ParameterBoxes, region: Ranges, name: str) -> ParameterBoxes:
+    """A rectangle of a parameter as a parameter of its own."""
+    origin = whole(extents(region))
+    boxes = []
+    for box in parameter.boxes:
+        common = intersect(box.target, region)
+        if common is not None:
+            source = translate(common, box.target, box.source)
+            boxes.append(Box(box.tensor, source, translate(common, region, origin)))
+    return ParameterBoxes(name, extents(region), tuple(boxes))
+
+
 def translate(part: Ranges, origin: Ranges, to: Ranges) -> Ranges:
     """Move a part of ``origin`` to where it lies in ``to``, of the same extents but for leading ones of 1."""
     same = min(len(origin), len(to))

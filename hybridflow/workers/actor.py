@@ -45,7 +45,7 @@ class ActorWorker(PolicyWorker):
         self.build_engine(config.actor.optimizer, total_updates=config.steps * updates)
 
     @register(Protocol.THREE_D, uneven="balance", spread=by_work)
-    def log_probs(self, batch: DataProto) -> DataProto:
+    def log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probabilities and entropy of every response token under the current weights.
 
         Args:
@@ -54,8 +54,8 @@ class ActorWorker(PolicyWorker):
         Returns:
             ``log_probs`` and ``entropy``: jagged float32, the responses' lengths.
         """
-        log_probs, entropy = self.score(batch)
-        return DataProto.from_dict(tensors={"log_probs": log_probs, "entropy": entropy})
+        scored = self.score(batch)
+        return scored and DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
 
     @register(Protocol.THREE_D, prepare=number_rows, uneven="balance", spread=by_work_of_updates)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -67,7 +67,8 @@ class ActorWorker(PolicyWorker):
 
         Returns:
             Means over the updates and over all data-parallel ranks (the same on each): the loss and its parts,
-            ``grad_norm``, ``lr``, ``update_skipped``, ``updates``.
+            ``grad_norm``, ``lr``, ``update_skipped``, ``updates``. Ranks without the model's last pipeline stage know
+            the last four alone.
         """
         config, meta = self.context.config, batch.meta_info
         here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
@@ -78,7 +79,7 @@ class ActorWorker(PolicyWorker):
                 for name, value in self._update_once(batch, [place[row] for row in rows if row in place]).items():
                     history[name].append(value)
         metrics = {name: sum(values) / len(values) for name, values in history.items()}
-        return {**metrics, "updates": float(len(history["loss"]))}
+        return {**metrics, "updates": float(len(history["grad_norm"]))}
 
     def _update_once(self, batch: DataProto, rows: list[int]) -> dict[str, float]:
         """One optimizer update on this rank's rows of a mini-batch, maybe none."""
@@ -101,6 +102,8 @@ class ActorWorker(PolicyWorker):
             temperature=float(batch.meta_info.get("temperature", 1.0)),
             with_entropy=bool(settings.entropy_coef),
         )
+        if not self.engine.answers:
+            return stepped
         totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
         metrics = {
             name: total if name == "loss" else total / max(num_tokens, 1)

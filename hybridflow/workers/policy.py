@@ -43,6 +43,8 @@ class PolicyWorker(Worker):
             optimizer=optimizer,
             total_updates=total_updates,
             seed=config.seed,
+            sequence_parallel=config.actor.sequence_parallel,
+            recompute=config.actor.recompute,
         )
 
     def cut(self, batch: DataProto, masked: bool, rows: Sequence[int] | None = None) -> list[MicroBatch]:
@@ -63,12 +65,22 @@ class PolicyWorker(Worker):
         taken = [lengths[i] for i in rows]
         cuts = micro_batches(taken, settings.micro_batch_size, settings.micro_batch_tokens)
         cuts = even_out(cuts, taken, self.engine.max_over_replicas(len(cuts)))
-        return [make_micro_batch(prompts, responses, masks, [rows[i] for i in cut], self.engine.device) for cut in cuts]
+        return [
+            make_micro_batch(
+                prompts, responses, masks, [rows[i] for i in cut], self.engine.device, self.engine.token_multiple
+            )
+            for cut in cuts
+        ]
 
-    def score(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of every response token, jagged float32 [B, j] on the CPU."""
+    def score(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Log-probability and entropy of every response token, jagged float32 [B, j] on the CPU.
+
+        None on ranks without the model's last pipeline stage, whose answer nobody collects.
+        """
         micros = self.cut(batch, masked=False)
         answers = self.engine.log_probs(micros, float(batch.meta_info.get("temperature", 1.0)))
+        if not self.engine.answers:
+            return None
         scored: list[torch.Tensor] = [torch.empty(0)] * len(batch)
         for micro, answer in zip(micros, answers, strict=True):
             for row, values in zip(micro.rows, answer.split(micro.mask.sum(dim=1).tolist(), dim=1), strict=True):

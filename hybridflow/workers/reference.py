@@ -16,7 +16,7 @@ class ReferenceWorker(PolicyWorker):
         self.build_engine(optimizer=None)
 
     @register(Protocol.THREE_D, uneven="balance", spread=by_work)
-    def log_probs(self, batch: DataProto) -> DataProto:
+    def log_probs(self, batch: DataProto) -> DataProto | None:
         """``ref_log_probs`` of every response token.
 
         Args:
@@ -25,4 +25,5 @@ class ReferenceWorker(PolicyWorker):
         Returns:
             ``ref_log_probs``: jagged float32, the responses' lengths.
         """
-        return DataProto.from_dict(tensors={"ref_log_probs": self.score(batch)[0]})
+        scored = self.score(batch)
+        return scored and DataProto.from_dict(tensors={"ref_log_probs": scored[0]})

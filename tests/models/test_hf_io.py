@@ -16,6 +16,7 @@ from hybridflow.models.tables import hf_table, megatron_table, padded_vocab_size
 from hybridflow.resharding.boxes import num_elements
 from hybridflow.resharding.layout import ParallelLayout
 from tests.models.oracle import megatron_shard, vllm_shard
+from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3"]
@@ -275,6 +276,46 @@ def test_export_refuses_ranks_that_do_not_hold_the_whole_model(tmp_path, folder)
     with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight\[0:32, 0:32\]: no rank at hand"):
         export_folder(tmp_path / "out", spec, folder, loaded(folder, pp=2)[:1])
     assert os.listdir(tmp_path) == ["source"]
+
+
+def export_on_rank(rank, folder, out):
+    """What each of two tensor-parallel ranks is told: all well, the folder exists, a rank lacks a parameter, ..."""
+    import torch.distributed as dist
+
+    def export(part, name, **settings):
+        try:
+            export_folder(f"{out}/{name}", spec, folder, [part], group=dist.group.WORLD, **settings)
+        except (CheckpointError, ModelError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    spec = ModelSpec.from_folder(folder)
+    table, parameters = loaded(folder, tp=2)[rank]
+    missing = {name: p for name, p in parameters.items() if rank == 0 or "final" not in name}
+    half = (table, {name: p.bfloat16() for name, p in parameters.items()})
+    return [
+        export((table, parameters), "out", max_shard_bytes=20_000),
+        export((table, parameters), "out"),
+        export((table, missing), "missing"),
+        export(half, "cast", dtype=torch.float32),
+        export(half if rank else ({}, {}), "incomplete"),
+    ]
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_group_write_one_folder_together(tmp_path, folder):
+    for whole, again, missing, cast, incomplete in run_ranks(export_on_rank, 2, str(folder), str(tmp_path)):
+        assert (whole, cast) == ("", "")
+        assert again.startswith(f"CheckpointError: {tmp_path}/out: exists already")
+        assert missing.startswith(
+            "ModelError: decoder.final_layernorm.weight: stands in the table, but the model lacks"
+        )
+        assert incomplete.startswith("ModelError: model.embed_tokens.weight[0:31, 0:32]: no rank at hand holds it")
+    source = checkpoint_of(folder)
+    assert_same(checkpoint_of(tmp_path / "out"), source)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert_same(checkpoint_of(tmp_path / "cast"), {name: t.bfloat16().float() for name, t in source.items()})
+    assert sorted(os.listdir(tmp_path)) == ["cast", "out", "source"]
 
 
 def test_export_does_not_touch_a_folder_that_has_content(tmp_path, folder):

@@ -1,5 +1,7 @@
 """Tables against whole tensors, cat and chunk: which element sits where, for every layout and architecture."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,7 +84,7 @@ def test_megatron_shards_are_those_of_cat_and_chunk(spec, tp, pp):
 def test_vllm_shards_are_those_of_cat_and_chunk(spec, tp):
     hf = random_checkpoint(spec)
     if spec.num_heads % tp:
-        with pytest.raises(ConfigError, match="rollout tp=8 does not divide the model's num_heads=4"):
+        with pytest.raises(ConfigError, match="rollout layout.tp=8 does not divide the model's num_heads=4"):
             vllm_table(spec, tp, 0)
         return
     for rank in range(tp):
@@ -107,6 +109,21 @@ def test_a_replica_holds_every_element_exactly_once(spec, tp, pp):
         assert torch.equal(times, torch.full_like(times, expected)), name
 
 
+@each_spec
+def test_virtual_stages_are_those_of_a_longer_pipeline(spec):
+    vocab = padded_vocab_size(spec, 2)
+    layout, longer = ParallelLayout(tp=2, pp=2, vpp=2), ParallelLayout(tp=2, pp=4)
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        expected = {
+            f"chunk{chunk}.{name}": (boxes.shape, boxes.boxes)
+            for chunk in range(2)
+            for name, boxes in megatron_table(spec, longer, replace(at, pp=chunk * 2 + at.pp), vocab).items()
+        }
+        found = megatron_table(spec, layout, at, vocab)
+        assert {name: (boxes.shape, boxes.boxes) for name, boxes in found.items()} == expected
+
+
 def test_neighbouring_rows_are_one_box():
     spec = make_spec("llama")
     (table,) = tables_of(spec, 1, 1).values()
@@ -129,8 +146,13 @@ def test_a_vocabulary_is_padded_to_a_multiple():
     ("changes", "layout", "message"),
     [
         ({}, {"pp": 3}, "layout.pp=3 does not divide the model's num_layers=4"),
-        ({}, {"tp": 8}, "layout.tp=8 is larger than the model's num_kv_heads=4"),
-        ({}, {"tp": 3}, "layout.tp=3 does not divide the model's num_heads=8"),
+        ({}, {"pp": 2, "vpp": 4}, r"layout\.pp\*vpp = 2\*4 = 8 does not divide the model's num_layers=4"),
+        ({}, {"tp": 8}, "layout.tp=8 does not divide the model's num_kv_heads=4. Choose one of 1, 2, 4"),
+        (
+            {},
+            {"tp": 3},
+            "layout.tp=3 does not divide the model's num_heads=8, num_kv_heads=4, ffn_size=40. Choose one of 1, 2, 4",
+        ),
         ({"num_attention_heads": 18, "num_key_value_heads": 9}, {"tp": 2}, "layout.tp=2 .* num_kv_heads=9"),
         ({"intermediate_size": 41}, {"tp": 2}, "layout.tp=2 does not divide the model's ffn_size=41"),
     ],
@@ -152,10 +174,18 @@ def test_a_wrong_padding_is_refused():
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({}, 3, "rollout tp=3 does not divide the model's num_heads=8"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "tp=4 does not divide the model's num_kv_heads=6"),
-        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "tp=4 is no multiple of the model's num_kv_heads=3"),
-        ({"intermediate_size": 42}, 4, "rollout tp=4 does not divide the model's ffn_size=42"),
+        ({}, 3, "rollout layout.tp=3 does not divide the model's num_heads=8"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            4,
+            r"layout\.tp=4 does not divide the model's num_kv_heads=6",
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            4,
+            r"layout\.tp=4 is no multiple of the model's num_kv_heads=3",
+        ),
+        ({"intermediate_size": 42}, 4, "rollout layout.tp=4 does not divide the model's ffn_size=42"),
     ],
 )
 def test_a_rollout_layout_that_does_not_divide_the_model_is_refused_with_both_numbers(changes, tp, message):

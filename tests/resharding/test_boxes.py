@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from hybridflow.resharding.boxes import (
     Box,
+    ParameterBoxes,
     Piece,
+    crop,
     extents,
     find,
     intersect,
     merge,
     num_elements,
+    rectangles,
     slices,
     subtract,
     translate,
@@ -129,3 +132,34 @@ def test_one_expert_of_a_stack_is_found_and_merged_like_a_matrix():
     up = Piece("m", ((4, 8), (0, 2)), ((1, 2), (4, 8), (0, 2)))
     next_expert = Piece("m", ((8, 12), (0, 2)), ((2, 3), (0, 4), (0, 2)))
     assert merge([gate, up, next_expert]) == [Piece("m", ((0, 8), (0, 2)), ((1, 2), (0, 8), (0, 2))), next_expert]
+
+
+@given(st.sampled_from([(7,), (3, 4), (4, 1), (2, 3, 4)]), st.data())
+def test_rectangles_are_a_range_of_elements_in_order(shape, data):
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, numbers.numel()))
+    stop = data.draw(st.integers(start, numbers.numel()))
+    found = rectangles(shape, start, stop)
+    assert [n for part in found for n in numbers[slices(part)].flatten().tolist()] == list(range(start, stop))
+    assert len(found) <= 2 * len(shape) - 1
+    assert all(num_elements(part) for part in found)
+
+
+@given(ranges(), st.data())
+def test_a_crop_of_a_parameter_is_made_of_the_same_elements(region, data):
+    tensors = {name: torch.rand(SHAPE) for name in "ab"}
+    boxes = (
+        Box("a", ((1, 4), (0, 2)), ((0, 3), (0, 2))),
+        Box("b", ((0, 2), (0, 4)), ((3, 5), (0, 4))),  # the last two columns of the first three rows are padding
+    )
+
+    def fill(parameter):
+        filled = torch.zeros(parameter.shape)
+        for box in parameter.boxes:
+            filled[slices(box.target)] = tensors[box.tensor][slices(box.source)]
+        return filled
+
+    parameter = ParameterBoxes("p", SHAPE, boxes)
+    cropped = crop(parameter, region, "q")
+    assert (cropped.name, cropped.shape) == ("q", extents(region))
+    assert torch.equal(fill(cropped), fill(parameter)[slices(region)])

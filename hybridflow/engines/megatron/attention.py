@@ -1,7 +1,8 @@
 """Core attention on PyTorch's scaled_dot_product_attention, for megatron-core's layer spec.
 
-It stands between the qkv projection and the output projection of every layer, on CPUs and GPUs alike. Causal order is
-the only mask: sequences are padded on the right, so no real token ever attends to padding.
+It stands between the qkv projection and the output projection of every layer, on CPUs and GPUs alike, and reads where
+sequences begin from a :class:`Packing`. With context parallelism, keys and values are gathered from the other ranks and
+their gradients summed back; queries stay. Invariant: no token attends to another sequence, nor to a later position.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.engines.megatron import cpu  # noqa: F401  (before megatron)
+from hybridflow.engines.megatron.packing import Group, Packing, rearrange
 
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
 
 
 class CausalAttention(MegatronModule):
-    """Grouped-query causal attention: query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads*d]."""
+    """Grouped-query causal attention within sequences.
+
+    Query [t, 1, heads, d], key and value [t, 1, kv_heads, d] -> [t, 1, heads*d], for the t tokens of this
+    context-parallel rank.
+    """
 
     def __init__(
         self,
@@ -32,6 +39,7 @@ class CausalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -41,10 +49,29 @@ class CausalAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: Packing | None = None,
     ) -> torch.Tensor:
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise NotImplementedError("CausalAttention takes right-padded rows and needs no mask, bias or packing")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        if packed_seq_params is None or attention_mask is not None or attention_bias is not None:
+            raise NotImplementedError("CausalAttention takes packed sequences, and no mask or bias of the caller's")
+        if self.cp_group.size() > 1:
+            # One message for both.
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        query, key, value = (x[:, 0] for x in (query, key, value))
+        out = sum(self._attend(query, key, value, group) for group in packed_seq_params.groups)
+        assert isinstance(out, torch.Tensor)
+        return out.flatten(1).unsqueeze(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group) -> torch.Tensor:
+        """The group's rows of the answer [t, heads, d], zeros elsewhere."""
+        b, q_len, k_len = group.size, group.query_length, group.key_length
+        q = rearrange(query, group.queries, group.query_cells, b * q_len).unflatten(0, (b, q_len))
+        k, v = (rearrange(x, group.keys, group.key_cells, b * k_len).unflatten(0, (b, k_len)) for x in (key, value))
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return rearrange(out.transpose(1, 2).flatten(0, 1), group.query_cells, group.queries, len(query))

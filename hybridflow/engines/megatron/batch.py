@@ -1,6 +1,6 @@
-"""Rows of prompts and responses as the padded micro-batches that the model takes.
+"""Rows of prompts and responses as the packed micro-batches that the model takes.
 
-Where it stands: between a worker's jagged columns and the model's forward. Padding exists only in here.
+Where it stands: between a worker's jagged columns and the model's forward.
 Invariant: the k-th wanted token of row r is the k-th entry of that row in the model's flat answer.
 """
 
@@ -16,11 +16,12 @@ from hybridflow.errors import DataError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward of the model.
+    """One forward of the model: rows one after another in one stream of t tokens, nothing between them.
 
     Attributes:
-        input_ids, position_ids: [b, s] int64, padded on the right.
-        targets: [b, s] int64; at position i the token to score there (the row's token i + 1), -1 where none is wanted.
+        input_ids, position_ids: [t] int64; each row without its last token, which predicts nothing.
+        targets: [t] int64; at position i the token to score there (the row's token i + 1), -1 where none is wanted.
+        lengths: tokens of each sequence in the stream; what fills up the end of the stream is the last one.
         mask: [b, T] bool: which response tokens are wanted, T the longest response here.
         rows: the rows' numbers in the batch this was cut from.
     """
@@ -28,6 +29,7 @@ class MicroBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     targets: torch.Tensor
+    lengths: tuple[int, ...]
     mask: torch.Tensor
     rows: list[int]
 
@@ -42,27 +44,23 @@ def make_micro_batch(
     masks: Sequence[torch.Tensor] | None,
     rows: list[int],
     device: torch.device,
+    multiple: int = 1,
 ) -> MicroBatch:
-    """Join and pad the given rows. No rows make a micro-batch that asks for nothing.
+    """Join the given rows. No rows make a micro-batch that asks for nothing.
 
     Args:
         prompts, responses: 1-D int64 token ids of every row of the batch.
         masks: 1-D bool per row, same length as the response: which response tokens are wanted; None means all.
         rows: which rows to take.
+        multiple: the stream is filled up to a multiple of this many tokens, so that ranks can share it evenly.
 
     Raises:
         DataError: for an empty prompt (its first response token has nothing to be predicted from), or a mask of another
             length than its response.
     """
-    if not rows:
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        return MicroBatch(nothing, nothing, nothing - 1, torch.zeros(0, 0, dtype=torch.bool, device=device), rows=[])
-    longest = max(len(prompts[i]) + len(responses[i]) for i in rows)
-    widest = max(len(responses[i]) for i in rows)
-    # The last token predicts nothing, so it is left out of the input.
-    input_ids = torch.zeros(len(rows), longest - 1, dtype=torch.int64)
-    targets = torch.full_like(input_ids, -1)
-    mask = torch.zeros(len(rows), widest, dtype=torch.bool)
+    inputs: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    mask = torch.zeros(len(rows), max((len(responses[i]) for i in rows), default=0), dtype=torch.bool)
     for j, i in enumerate(rows):
         prompt, response = prompts[i], responses[i]
         if len(prompt) == 0:
@@ -70,9 +68,18 @@ def make_micro_batch(
         wanted = torch.ones(len(response), dtype=torch.bool) if masks is None else masks[i]
         if len(wanted) != len(response):
             raise DataError(f"response_mask: row {i} has {len(wanted)} entries for {len(response)} response tokens.")
-        tokens = torch.cat([prompt, response])
-        input_ids[j, : len(tokens) - 1] = tokens[:-1]
-        targets[j, len(prompt) - 1 : len(tokens) - 1] = torch.where(wanted, response, -1)
+        inputs.append(torch.cat([prompt, response])[:-1])
+        targets.append(torch.cat([prompt.new_full((len(prompt) - 1,), -1), torch.where(wanted, response, -1)]))
         mask[j, : len(response)] = wanted
-    position_ids = torch.arange(longest - 1).expand(len(rows), -1)
-    return MicroBatch(*(x.to(device) for x in (input_ids, position_ids, targets, mask)), rows=list(rows))
+    used = sum(len(row) for row in inputs)
+    fill = torch.zeros(max(-used % multiple, 0 if used else multiple), dtype=torch.int64)
+    inputs, targets = [row for row in (*inputs, fill) if len(row)], [row for row in (*targets, fill - 1) if len(row)]
+    positions = [torch.arange(len(row)) for row in inputs]
+    return MicroBatch(
+        input_ids=torch.cat(inputs).to(device),
+        position_ids=torch.cat(positions).to(device),
+        targets=torch.cat(targets).to(device),
+        lengths=tuple(len(row) for row in inputs),
+        mask=mask.to(device),
+        rows=list(rows),
+    )

@@ -23,26 +23,27 @@ from hybridflow.models.hf_io import export_folder, load_parameters
 
 
 def save(engine: MegatronEngine, folder: str, source: ModelConfig) -> None:
-    """Write the engine's model and optimizer below ``folder``; replica 0 writes, all ranks call.
+    """Write the engine's model and optimizer below ``folder``; all ranks call, the first one writes.
 
     Raises:
         CheckpointError: naming the path and the reason.
     """
-    at = engine.parallel.coordinates
-    if at.dp == 0:
-        parts = [(engine.table, engine.parameters())]
-        tokenizer = source.tokenizer_path or None
-        export_folder(Path(folder) / "model", engine.spec, source.path, parts, tokenizer_folder=tokenizer)
-        if engine.optimizer is not None:
-            below = Path(folder) / "optimizer"
-            for kind, tensors in engine.optimizer.states().items():
-                export_folder(below / kind, engine.spec, below, [(engine.table, tensors)])
+    world = dist.group.WORLD
+    tokenizer = source.tokenizer_path or None
+    parts = [(engine.table, engine.parameters())]
+    export_folder(Path(folder) / "model", engine.spec, source.path, parts, group=world, tokenizer_folder=tokenizer)
+    if engine.optimizer is not None:
+        below = Path(folder) / "optimizer"
+        table, states = engine.optimizer_states()
+        for kind, tensors in states.items():
+            export_folder(below / kind, engine.spec, below, [(table, tensors)], group=world)
+        if dist.get_rank() == 0:
             (below / "state.json").write_text(json.dumps({"updates": engine.optimizer.updates}))
     dist.barrier()
 
 
 def load(engine: MegatronEngine, folder: str) -> None:
-    """Continue from what :func:`save` wrote, in place.
+    """Continue from what :func:`save` wrote, in place, in any layout.
 
     Raises:
         CheckpointError: a part is missing; names it.
@@ -51,11 +52,12 @@ def load(engine: MegatronEngine, folder: str) -> None:
     if engine.optimizer is None:
         return
     below = Path(folder) / "optimizer"
-    for kind, tensors in engine.optimizer.states().items():
+    table, states = engine.optimizer_states()
+    for kind, tensors in states.items():
         if not (below / kind).is_dir():
             raise CheckpointError(
                 f"{below / kind} is missing: the checkpoint was written with another model.dtype. "
                 "Resume with the dtype it was written with, or start a new run from its model folder."
             )
-        load_parameters(below / kind, engine.table, tensors)
+        load_parameters(below / kind, table, tensors)
     engine.optimizer.set_updates(int(json.loads((below / "state.json").read_text())["updates"]))

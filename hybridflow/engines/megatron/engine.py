@@ -3,8 +3,8 @@
 Where it stands: workers hold one engine each; it is the only thing they know of megatron-core. Every method enters the
 engine's own layout, so engines of several roles live in one process.
 
-Invariants: an update's result does not depend on how rows were cut into micro-batches or spread over data-parallel
-ranks; an engine without an optimizer never changes its weights.
+Invariants: an update's result depends neither on the layout nor on how rows were cut into micro-batches; an engine
+without an optimizer never changes its weights.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config import OptimizerConfig
-from hybridflow.engines.megatron.batch import MicroBatch
-from hybridflow.engines.megatron.model import PolicyModel, build_model
+from hybridflow.engines.megatron.batch import MicroBatch, make_micro_batch
+from hybridflow.engines.megatron.model import build_model
 from hybridflow.engines.megatron.optimizer import Optimizer
+from hybridflow.engines.megatron.packing import pack
 from hybridflow.engines.megatron.parallel import ModelParallel
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.tables import megatron_table, padded_vocab_size
+from hybridflow.models.tables import chunk_prefix, megatron_table, padded_vocab_size
 from hybridflow.platform import current
 from hybridflow.resharding.boxes import ParameterBoxes
 from hybridflow.resharding.layout import ParallelLayout
@@ -49,6 +50,12 @@ class MegatronEngine:
         valid_vocab: ids from here on are never drawn: their logits are masked before the softmax.
         optimizer: hyper-parameters, or None for a frozen model.
         total_updates: optimizer updates of the run, for decaying schedules.
+        sequence_parallel: tensor-parallel ranks share the tokens between their linear layers.
+        recompute: what backward computes again instead of keeping: ``none``, ``selective`` or ``full``.
+
+    Attributes:
+        token_multiple: micro-batches have a multiple of this many tokens, so that ranks can share them evenly.
+        table: what each local parameter is made of.
     """
 
     def __init__(
@@ -60,30 +67,43 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None = None,
         total_updates: int = 1,
         seed: int = 0,
+        sequence_parallel: bool = True,
+        recompute: str = "none",
     ) -> None:
         self.spec = ModelSpec.from_folder(folder)
-        self.dtype = dtype
-        self.device = current().device()
+        self.layout, self.dtype, self.device = layout, dtype, current().device()
         self.parallel = ModelParallel(layout, seed)
+        self.token_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if sequence_parallel else 1)
+        self.table: dict[str, ParameterBoxes] = megatron_table(
+            self.spec, layout, self.parallel.coordinates, padded_vocab_size(self.spec, layout.tp)
+        )
         with self.parallel:
-            self.module: PolicyModel = build_model(self.spec, self.parallel, dtype, valid_vocab)
-            self.table: dict[str, ParameterBoxes] = megatron_table(
-                self.spec, layout, self.parallel.coordinates, padded_vocab_size(self.spec, layout.tp)
-            )
-            self.model: torch.nn.Module = self.module
-            if optimizer is None:
-                self.module.requires_grad_(False)
+            chunks = build_model(self.spec, self.parallel, dtype, valid_vocab, sequence_parallel, recompute)
+            self.modules = {chunk_prefix(layout, number): module for number, module in enumerate(chunks)}
+            self.models: list[torch.nn.Module] = [*chunks]
+            for module in chunks:
+                module.requires_grad_(optimizer is not None)
             load_parameters(folder, self.table, self.parameters())
             self.optimizer = None
             if optimizer is not None:
-                self.model = DistributedDataParallel(
-                    self.module.config,
-                    DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
-                    self.module,
-                )
-                self.module.config.finalize_model_grads_func = self._finalize
-                self.module.config.no_sync_func = self.model.no_sync
-                self.optimizer = Optimizer(self.model, optimizer, dtype, total_updates)
+                self._train(optimizer, total_updates)
+
+    def _train(self, settings: OptimizerConfig, total_updates: int) -> None:
+        """Wrap the model for training and build its optimizer."""
+        replicas = self.layout.dp * self.layout.cp
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed and replicas > 1
+        )
+        wrapped = {
+            prefix: DistributedDataParallel(module.config, ddp_config, module)
+            for prefix, module in self.modules.items()
+        }
+        self.models = [*wrapped.values()]
+        no_sync = [model.no_sync for model in wrapped.values()]
+        config: Any = next(iter(self.modules.values())).config
+        config.finalize_model_grads_func = self._finalize
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.optimizer = Optimizer(wrapped, settings, self.dtype, total_updates)
 
     @staticmethod
     def _finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -91,8 +111,22 @@ class MegatronEngine:
         finalize_model_grads(model, None, **kwargs)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Live local parameters by megatron-core's name."""
-        return {name: parameter.data for name, parameter in self.module.named_parameters()}
+        """Live local parameters by megatron-core's name; see :func:`megatron_table`."""
+        return {
+            f"{prefix}{name}": parameter.data
+            for prefix, module in self.modules.items()
+            for name, parameter in module.named_parameters()
+        }
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank holds the last pipeline stage, which alone knows log-probabilities and losses."""
+        return self.parallel.coordinates.pp == self.layout.pp - 1
+
+    def optimizer_states(self) -> tuple[dict[str, ParameterBoxes], dict[str, dict[str, torch.Tensor]]]:
+        """Live optimizer state of this rank; see :meth:`Optimizer.states`."""
+        with self.parallel:
+            return self._trained().states(self.table)
 
     def log_probs(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, with_entropy: bool = True
@@ -104,8 +138,9 @@ class MegatronEngine:
             an empty list on ranks that do not hold the last pipeline stage.
         """
         with self.parallel, torch.no_grad():
-            self.module.temperature, self.module.with_entropy = temperature, with_entropy
-            return self._run(micro_batches, lambda output, micro, non_loss_data=False: output, forward_only=True)
+            return self._run(
+                micro_batches, lambda output, micro, **_: output, temperature, with_entropy, training=False
+            )
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_of: LossOf, temperature: float = 1.0, with_entropy: bool = False
@@ -113,11 +148,10 @@ class MegatronEngine:
         """One optimizer update over the given micro-batches.
 
         Returns:
-            Sums of the losses' metrics over this rank's micro-batches (``loss`` among them), and the optimizer's own
-            metrics (see :meth:`Optimizer.step`).
+            Sums of the losses' metrics over this rank's micro-batches (``loss`` among them; empty on ranks that do not
+            hold the last pipeline stage), and the optimizer's own metrics (see :meth:`Optimizer.step`).
         """
-        if self.optimizer is None:
-            raise RuntimeError("this engine was built without an optimizer: its weights are frozen")
+        optimizer = self._trained()
 
         def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             value, metrics = loss_of(micro.unflatten(output[0]), micro.unflatten(output[1]), micro)
@@ -125,10 +159,9 @@ class MegatronEngine:
             return value, torch.zeros((), dtype=torch.int), {"loss": value.detach(), **metrics}
 
         with self.parallel:
-            self.module.temperature, self.module.with_entropy = temperature, with_entropy
-            self.optimizer.zero_grad()
-            found = self._run(micro_batches, loss, forward_only=False)
-            stepped = self.optimizer.step()
+            optimizer.zero_grad()
+            found = self._run(micro_batches, loss, temperature, with_entropy, training=True)
+            stepped = optimizer.step()
         sums: dict[str, torch.Tensor] = {}
         for metrics in found:
             for name, value in metrics.items():
@@ -147,22 +180,49 @@ class MegatronEngine:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.parallel.dp_group)
         return int(found)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], loss: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """Drive megatron-core's schedule over the micro-batches."""
+    def _trained(self) -> Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError("this engine was built without an optimizer: its weights are frozen")
+        return self.optimizer
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[..., Any],
+        temperature: float,
+        with_entropy: bool,
+        training: bool,
+    ) -> list[Any]:
+        """Drive megatron-core's schedule over the micro-batches; what ``loss`` said of each."""
         self.parallel.check()
+        given = len(micro_batches)
+        micro_batches = [*micro_batches, *[self._nothing()] * (self._num_forwards(given) - given)]
+        layout, rank = self.layout, self.parallel.coordinates.cp
+        inputs = [(micro, pack(micro.lengths, layout.cp, rank, self.device)) for micro in micro_batches]
 
         def forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-            micro = next(batches)
-            return model(micro.input_ids, micro.position_ids, micro.targets), partial(loss, micro=micro)
+            micro, packing = next(batches)
+            answer = model(micro.input_ids, micro.position_ids, micro.targets, packing, temperature, with_entropy)
+            return answer, partial(loss, micro=micro)
 
-        shapes = [micro.input_ids.shape for micro in micro_batches]
-        return get_forward_backward_func()(
+        iterators = [iter(inputs) for _ in self.models]
+        found = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self.model,
-            num_microbatches=len(micro_batches),
-            seq_length=max(s for _, s in shapes),
-            micro_batch_size=max(b for b, _ in shapes),
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.models if len(self.models) > 1 else self.models[0],
+            num_microbatches=len(inputs),
+            # Only where no stage has to be told the shape of what it receives.
+            seq_length=self.token_multiple,
+            micro_batch_size=1,
+            forward_only=not training,
+            collect_non_loss_data=not training,
         )
+        return found[:given]
+
+    def _num_forwards(self, given: int) -> int:
+        """Micro-batches that the schedule needs: an interleaved one takes whole rounds of the pipeline's stages."""
+        return -(-given // self.layout.pp) * self.layout.pp if self.layout.vpp > 1 else given
+
+    def _nothing(self) -> MicroBatch:
+        """A micro-batch that asks for nothing and adds nothing to a gradient."""
+        return make_micro_batch([], [], None, [], self.device, self.token_multiple)

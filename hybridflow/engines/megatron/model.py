@@ -1,8 +1,8 @@
 """The policy as a megatron-core GPT model whose forward ends in log-probabilities.
 
-Built from a :class:`ModelSpec`; weights come in by ``models/hf_io``. The last stage never returns logits: it selects
-the positions that predict a wanted token and turns their hidden states into log-probabilities in chunks, so float32
-logits of a whole micro-batch never exist.
+Built from a :class:`ModelSpec`; weights come in by ``models/hf_io``. It takes packed streams, see ``packing.py``. The
+last stage never returns logits: it selects the positions that predict a wanted token and turns their hidden states into
+log-probabilities in chunks, so float32 logits of a whole micro-batch never exist.
 """
 
 from __future__ import annotations
@@ -16,17 +16,36 @@ from torch.utils.checkpoint import checkpoint
 from hybridflow.engines.megatron import cpu
 from hybridflow.engines.megatron.attention import CausalAttention
 from hybridflow.engines.megatron.log_probs import IMPOSSIBLE, vocab_parallel_log_probs
+from hybridflow.engines.megatron.packing import Packing
 from hybridflow.engines.megatron.parallel import ModelParallel
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import padded_vocab_size
 from hybridflow.platform import current
+from hybridflow.resharding.layout import ParallelLayout
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (  # isort: skip
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
+SHARDED = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+# What backward computes again: nothing, the attention's inside, or each layer from its input.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -37,56 +56,115 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class OutputWithBias(RowParallelLinear):
+    """The attention's output projection; megatron-core would give it a bias exactly where the MLP has one."""
+
+    BIAS = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": self.BIAS})
+
+
+class OutputWithoutBias(OutputWithBias):
+    BIAS = False
+
+
 class PolicyModel(GPTModel):
-    """A GPT model that answers with log-probabilities of given tokens.
+    """A GPT model, or a pipeline stage of one, that answers with log-probabilities of given tokens."""
 
-    ``forward(input_ids [b, s], position_ids [b, s], targets [b, s])`` returns, on the last pipeline stage,
-    ``[2, N]`` float32: log-probability and entropy (zeros unless asked) of the N positions with ``targets >= 0``, row
-    by row. On earlier stages it returns hidden states [s, b, h].
-    """
-
-    temperature: float = 1.0
-    with_entropy: bool = False
     valid_vocab: int
+
+    def _preprocess(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        # One angle for each token, by its position in its own sequence: [t, 1, 1, d].
+        angles = torch.outer(position_ids[0].float(), self.rotary_pos_emb.inv_freq.to(position_ids.device))
+        return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = super().forward(input_ids, position_ids, attention_mask=None)  # type: ignore[arg-type]
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        targets: torch.Tensor,
+        packing: Packing,
+        temperature: float,
+        with_entropy: bool,
+    ) -> torch.Tensor:
+        """Score the wanted tokens of a stream.
+
+        Args:
+            input_ids, position_ids, targets: [t] int64, the whole stream; -1 where nothing is wanted.
+            packing: which tokens this rank holds.
+            temperature: divides the logits.
+            with_entropy: also give the entropy, else zeros.
+
+        Returns:
+            On the last pipeline stage [2, N] float32: log-probability and entropy of the N positions with
+            ``targets >= 0`` in the order of the stream, the same on all tensor- and context-parallel ranks. On earlier
+            stages hidden states [t / c, 1, h] of this rank's tokens, of which a sequence-parallel rank holds its part.
+        """
+        here = packing.tokens
+        hidden = super().forward(
+            input_ids[None, here],
+            position_ids[None, here],
+            attention_mask=None,  # type: ignore[arg-type]
+            packed_seq_params=packing,  # type: ignore[arg-type]
+        )
         if not self.post_process:
             return hidden
-        keep = targets >= 0
-        chosen_hidden, chosen = hidden.transpose(0, 1)[keep], targets[keep]
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        wanted = targets[here] >= 0
+        answers = self._score(hidden[:, 0][wanted], targets[here][wanted], temperature, with_entropy)
+        if self.pg_collection.cp.size() == 1:
+            return answers
+        # Each rank fills in its own; all see all, and a gradient goes back to whom it belongs.
+        numbers = ((targets >= 0).cumsum(0) - 1)[here][wanted]
+        everyones = answers.new_zeros(2, int((targets >= 0).sum())).index_copy(1, numbers, answers)
+        return reduce_from_tensor_model_parallel_region(everyones, group=self.pg_collection.cp)
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> torch.Tensor:
+        """[N, h], [N] -> [2, N], in chunks."""
         chunk = max(1, LOGIT_CHUNK_BYTES // (4 * self.vocab_size // self.pg_collection.tp.size()))
-        if len(chosen) <= chunk:
-            return self._head(chosen_hidden, chosen)
+        if len(targets) <= chunk:
+            return self._head(hidden, targets, temperature, with_entropy)
         # Recomputed in backward: otherwise autograd would keep the logits of every chunk.
         parts = [
-            checkpoint(self._head, h, t, use_reentrant=False) if torch.is_grad_enabled() else self._head(h, t)
-            for h, t in zip(chosen_hidden.split(chunk), chosen.split(chunk), strict=True)
+            checkpoint(self._head, h, t, temperature, with_entropy, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else self._head(h, t, temperature, with_entropy)
+            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
         ]
         return torch.cat(parts, dim=1)
 
-    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> torch.Tensor:
         """[N, h], [N] -> [2, N]."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits = self.output_layer(hidden.unsqueeze(1), weight=weight)[0].squeeze(1).float()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        if temperature != 1.0:
+            logits = logits / temperature
         first_id = self.pg_collection.tp.rank() * logits.shape[-1]
         if first_id + logits.shape[-1] > self.valid_vocab:
             ids = torch.arange(first_id, first_id + logits.shape[-1], device=logits.device)
             logits = logits.masked_fill(ids >= self.valid_vocab, IMPOSSIBLE)
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits, targets, self.pg_collection.tp, first_id, self.with_entropy
-        )
+        log_probs, entropy = vocab_parallel_log_probs(logits, targets, self.pg_collection.tp, first_id, with_entropy)
         return torch.stack([log_probs, torch.zeros_like(log_probs) if entropy is None else entropy])
 
 
-def transformer_config(spec: ModelSpec, parallel: ModelParallel, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    spec: ModelSpec, layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool, recompute: str
+) -> TransformerConfig:
     """megatron-core's configuration of a model; fusions that need CUDA extensions are off on a CPU."""
-    layout = parallel.layout
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -98,7 +176,7 @@ def transformer_config(spec: ModelSpec, parallel: ModelParallel, dtype: torch.dt
         layernorm_epsilon=spec.rms_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=spec.mlp_bias,
         add_qkv_bias=spec.qkv_bias,
         qk_layernorm=spec.qk_norm,
         hidden_dropout=0.0,
@@ -119,38 +197,81 @@ def transformer_config(spec: ModelSpec, parallel: ModelParallel, dtype: torch.dt
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
+        # Micro-batches of one update differ in tokens.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        # With the batched messages an interleaved schedule computes wrong gradients without an error (0.16.1, gloo).
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        **RECOMPUTE[recompute],
     )
 
 
-def build_model(spec: ModelSpec, parallel: ModelParallel, dtype: torch.dtype, valid_vocab: int) -> PolicyModel:
-    """This rank's part of the model, on the process's device, weights uninitialised. Call inside ``parallel``."""
+def build_model(
+    spec: ModelSpec,
+    parallel: ModelParallel,
+    dtype: torch.dtype,
+    valid_vocab: int,
+    sequence_parallel: bool = True,
+    recompute: str = "none",
+) -> list[PolicyModel]:
+    """This rank's part of the model, one module a virtual stage, weights uninitialised. Call inside ``parallel``.
+
+    Args:
+        valid_vocab: ids from here on are never drawn: their logits are masked before the softmax.
+        sequence_parallel: tensor-parallel ranks share the tokens between their linear layers.
+        recompute: key of ``RECOMPUTE``: what backward computes again instead of keeping.
+    """
     parallel.check()
-    config = transformer_config(spec, parallel, dtype)
+    layout, stage = parallel.layout, parallel.coordinates.pp
+    config = transformer_config(spec, layout, dtype, sequence_parallel, recompute)
     layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
+    attention.linear_proj = OutputWithBias if spec.o_bias else OutputWithoutBias
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     cpu.install()  # modules imported lazily by the specs
-    at, layout = parallel.coordinates, parallel.layout
-    model = PolicyModel(
-        config,
-        TransformerBlockSubmodules(
-            layer_specs=[layer] * (spec.num_layers // layout.pp),
-            layer_norm=RMSNorm,  # type: ignore[arg-type]
-        ),
-        vocab_size=padded_vocab_size(spec, layout.tp),
-        max_sequence_length=spec.max_positions,
-        pre_process=at.pp == 0,
-        post_process=at.pp == layout.pp - 1,
-        share_embeddings_and_output_weights=spec.tied,
-        position_embedding_type="rope",
-        rotary_base=spec.rope_theta,  # type: ignore[arg-type]
-        rope_scaling=spec.rope_scaling is not None,
-        rope_scaling_factor=(spec.rope_scaling or {}).get("factor", 1.0),
-    )
-    model.valid_vocab = valid_vocab
-    return model.to(current().device())
+    chunks = []
+    for chunk in range(layout.vpp):
+        model = PolicyModel(
+            config,
+            TransformerBlockSubmodules(
+                layer_specs=[layer] * (spec.num_layers // (layout.pp * layout.vpp)),
+                layer_norm=RMSNorm,  # type: ignore[arg-type]
+            ),
+            vocab_size=padded_vocab_size(spec, layout.tp),
+            max_sequence_length=spec.max_positions,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
+            share_embeddings_and_output_weights=spec.tied,
+            position_embedding_type="rope",
+            rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=spec.rope_scaling is not None,
+            rope_scaling_factor=(spec.rope_scaling or {}).get("factor", 1.0),
+            vp_stage=chunk if layout.vpp > 1 else None,
+        )
+        model.valid_vocab = valid_vocab
+        _mark_shards(model)
+        if model.post_process and config.sequence_parallel:
+            # Its input is gathered already, and each rank's gradient of it is a part of a sum.
+            model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
+        chunks.append(model.to(current().device()))
+    return chunks
+
+
+def _mark_shards(model: torch.nn.Module) -> None:
+    """Say which weights are cut over tensor-parallel ranks: the gradient's norm counts all others once.
+
+    megatron-core says so while it initialises weights, which ours are not.
+    """
+    for module in model.modules():
+        # A tied output layer on the embedding's own stage has no weight.
+        if isinstance(module, SHARDED) and module.weight is not None:
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)

@@ -50,6 +50,8 @@ class ModelParallel:
     def __init__(self, layout: ParallelLayout, seed: int = 0) -> None:
         if layout.world_size != dist.get_world_size():
             raise ValueError(f"layout {layout} fills {layout.world_size} ranks, the world has {dist.get_world_size()}")
+        # With a pipeline megatron-core wants as many replicas of experts as of the rest, also of models without any.
+        ep = layout.cp if layout.pp > 1 and layout.ep == 1 else layout.ep
         self.layout = layout
         self.coordinates: Coordinates = layout.coordinates(dist.get_rank())
         cpu.install()
@@ -59,7 +61,10 @@ class ModelParallel:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
                 context_parallel_size=layout.cp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=layout.etp,
                 order="tp-cp-ep-pp-dp",
             )
             rng._CUDA_RNG_STATE_TRACKER, rng._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
