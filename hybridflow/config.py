@@ -200,6 +200,8 @@ class RolloutConfig(Settings):
         max_sequences: most sequences in one engine step.
         enforce_eager: no compilation of the model.
         sync_bucket_mb: memory of each device for slices of weights on their way to other devices, in MiB.
+        check_sync: which of the rollout's weights are compared with the trainer's after a sync: ``off``, ``sample``
+            (a row of each matrix, another one each time, and all vectors) or ``full``.
     """
 
     n: int = 8
@@ -211,6 +213,7 @@ class RolloutConfig(Settings):
     max_sequences: int = 128
     enforce_eager: bool = True
     sync_bucket_mb: float = 256.0
+    check_sync: str = "sample"
 
 
 @dataclass
@@ -328,12 +331,14 @@ class TrackingConfig(Settings):
             dumps none.
         mismatch_limit: largest |rollout - trainer| log-probability that passes without a warning; 0 sets 1e-3 for
             float32 and 1.0 for bfloat16, whose own rounding moves single log-probabilities by half that.
+        mismatch_stop: the same, but a larger one ends the run after the step; 0 never.
     """
 
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     project: str = "hybridflow"
     rollouts_every: int = 1
     mismatch_limit: float = 0.0
+    mismatch_stop: float = 0.0
 
 
 @dataclass

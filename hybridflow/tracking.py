@@ -190,12 +190,8 @@ class Tracker:
 
     def _warn_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         limit = self.config.tracking.mismatch_limit or _MISMATCH_LIMITS[self.config.model.dtype]
-        found = metrics.get("rollout_vs_trainer/max_diff")
-        if found is not None and not found <= limit:  # NaN is a mismatch
-            self.say(
-                f"warning: step {step}: the rollout's log_probs differ from the trainer's by up to {found:.3g}, more "
-                f"than {limit:g} (tracking.mismatch_limit)."
-            )
+        if text := mismatch_above(limit, "tracking.mismatch_limit", metrics):
+            self.say(f"warning: step {step}: {text}.")
 
 
 class JsonLines:
@@ -259,6 +255,15 @@ class JsonLines:
                 break
             end, last, last_at = end + len(line), row, end
         return end, last, last_at
+
+
+def mismatch_above(limit: float, setting: str, metrics: Mapping[str, float]) -> str:
+    """What to say where rollout and trainer differ by more than a limit, NaN included; "" where they do not, and for a
+    limit of 0."""
+    found = metrics.get("rollout_vs_trainer/max_diff")
+    if not limit or found is None or found <= limit:
+        return ""
+    return f"the rollout's log_probs differ from the trainer's by up to {found:.3g}, more than {limit:g} ({setting})"
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -18,7 +18,7 @@ from hybridflow.config import GRPOConfig
 from hybridflow.data.demo import byte_tokenizer
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.tracking import JsonLines, Tracker, console_line, rollout_rows
+from hybridflow.tracking import JsonLines, Tracker, console_line, mismatch_above, rollout_rows
 
 
 class Run:
@@ -280,6 +280,16 @@ def test_a_mismatch_of_rollout_and_trainer_is_warned_of_nan_included(tmp_path: P
         "(tracking.mismatch_limit)."
         for step, shown in ((2, "0.002"), (3, "nan"))
     ]
+
+
+def test_a_mismatch_above_a_limit_has_words_nan_included() -> None:
+    words = [
+        mismatch_above(limit, "tracking.mismatch_stop", {"rollout_vs_trainer/max_diff": found})
+        for limit, found in ((0.0, 9.0), (0.5, 0.5), (0.5, 0.75), (0.5, math.nan))
+    ]
+    above = "the rollout's log_probs differ from the trainer's by up to {}, more than 0.5 (tracking.mismatch_stop)"
+    assert words == ["", "", above.format("0.75"), above.format("nan")]
+    assert mismatch_above(0.5, "", {"actor/loss": 1.0}) == "", "supervised steps have no rollout"
 
 
 def test_finish_prints_the_summary_and_draws_the_plot(tmp_path: Path) -> None:

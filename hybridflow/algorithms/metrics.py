@@ -56,7 +56,9 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     if "entropy" in batch:
         found["actor/entropy"] = batch.flat("entropy").double().mean().item()
     if "rollout_log_probs" in batch and "log_probs" in batch:
-        compared = mismatch(batch.flat("rollout_log_probs"), batch.flat("log_probs"))
+        # What the policy did not say (a tool's answer) has no log-probability of the rollout.
+        said = batch.flat("response_mask") if "response_mask" in batch else slice(None)
+        compared = mismatch(batch.flat("rollout_log_probs")[said], batch.flat("log_probs")[said])
         found |= {f"rollout_vs_trainer/{name}": value for name, value in compared.items()}
     return found
 

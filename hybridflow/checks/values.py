@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
     "actor.loss.kl_kind": ("k1", "k2", "k3"),
     "data.long_prompts": ("error", "filter"),
+    "rollout.check_sync": ("off", "sample", "full"),
 }
 
 
@@ -115,6 +116,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep": NATURAL,
     "tracking.rollouts_every": NATURAL,
     "tracking.mismatch_limit": NATURAL,
+    "tracking.mismatch_stop": NATURAL,
     "ray.object_store_gb": POSITIVE,
     "algorithm.eps": NATURAL,
 }

@@ -27,7 +27,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metrics
 from hybridflow.timing import Timer
-from hybridflow.tracking import Tracker
+from hybridflow.tracking import Tracker, mismatch_above
 
 INTERRUPTED = "interrupted"
 
@@ -98,6 +98,8 @@ class Run:
         found |= {f"actor/{name}": value for name, value in metrics.items()}
         if metrics.get("update_skipped"):
             self.tracker.say(f"warning: step {self.step}: an update was skipped, its gradient norm is not finite.")
+        if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
+            self.stop(reason)
         if "rollout_log_probs" in batch:
             with self.timer("sync_weights"):
                 found |= self.sync_weights()

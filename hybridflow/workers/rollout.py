@@ -118,9 +118,8 @@ class RolloutWorker(Worker):
         """Take the weights of the actor, which shares the pool, and call them ``version``.
 
         Returns:
-            In bytes ``sync/bytes``, what was written into the rollout's parameters, of which ``sync/bytes_received``
-            came from other ranks, and ``sync/bytes_staged``, the buffers in between; ``sync/seconds``; the memory of
-            this process as ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
+            What :meth:`hybridflow.workers.sync.WeightSync.run` says, ``sync/seconds``, and the memory of this process
+            as ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
         """
         started = time.perf_counter()
         if "actor" not in self.context.peers:
@@ -130,14 +129,9 @@ class RolloutWorker(Worker):
             )
         if self._sync is None:
             actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
-            bucket = self.context.config.rollout.sync_bucket_mb * 2**20
-            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, bucket)
-        traffic = self._sync.run()
-        self.engine.weights_changed(version)
+            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, self.context.config.rollout)
         return {
-            "sync/bytes": Sum(traffic.copied + traffic.received),
-            "sync/bytes_received": Sum(traffic.received),
-            "sync/bytes_staged": Max(traffic.staged),
+            **self._sync.run(version),
             "sync/seconds": Max(time.perf_counter() - started),
             **{f"memory/{kind}_gb": Max(used / 2**30) for kind, used in self.context.platform.memory().items()},
         }

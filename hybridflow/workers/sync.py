@@ -3,7 +3,7 @@
 Where it stands: :class:`hybridflow.workers.rollout.RolloutWorker` makes one :class:`WeightSync` at its first sync and
 runs it at each. What goes where is planned by ``resharding/plan`` from the tables of both engines, and carried by
 ``resharding/transport`` inside the smallest groups that hold all they need (the micro-DP groups where the generation
-layout divides the training layout).
+layout divides the training layout), and what has arrived is compared by ``resharding/guard``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hybridflow.config import RolloutConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_table
+from hybridflow.protocol.meta import Max, Sum
 from hybridflow.resharding.boxes import ParameterBoxes
+from hybridflow.resharding.guard import Guard
 from hybridflow.resharding.layout import Coordinates, GenerationLayout, Layout, ParallelLayout
 from hybridflow.resharding.plan import plan_rank, smallest_groups
-from hybridflow.resharding.transport import Traffic, make_group, reshard
+from hybridflow.resharding.transport import make_group, reshard
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.engine import MegatronEngine
@@ -32,29 +35,48 @@ class WeightSync:
     Args:
         rank: of this process in the pool.
         layout: how the pool generates; its ``training`` is the actor's layout.
-        bucket_bytes: most memory of a rank for slices on their way.
+        settings: size of the buckets, and what to compare.
     """
 
     def __init__(
-        self, actor: MegatronEngine, rollout: RolloutEngine, rank: int, layout: GenerationLayout, bucket_bytes: float
+        self,
+        actor: MegatronEngine,
+        rollout: RolloutEngine,
+        rank: int,
+        layout: GenerationLayout,
+        settings: RolloutConfig,
     ) -> None:
         self.actor, self.rollout = actor, rollout
         sources, targets = tables(actor.spec, layout.training), tables(actor.spec, layout)
         groups = smallest_groups([layout.transition_groups(), [list(range(layout.world_size))]], sources, targets)
         [mine] = [group for group in groups if rank in group]
         self.group = make_group(groups)
-        self.plan = plan_rank(
-            rank,
-            {member: sources[member] for member in mine},
-            {member: targets[member] for member in mine},
-            bucket_elements=int(bucket_bytes // rollout.dtype.itemsize),
-        )
+        sides = ({member: sources[member] for member in mine}, {member: targets[member] for member in mine})
+        bucket = int(settings.sync_bucket_mb * 2**20) // rollout.dtype.itemsize
+        self.plan = plan_rank(rank, *sides, bucket_elements=bucket)
+        self.guard = Guard(rank, *sides, settings.check_sync)
 
-    def run(self) -> Traffic:
-        """Fill the rollout's parameters. Collective over the ranks of the transition's group."""
-        return reshard(
-            self.plan, self.actor.parameters(), self.rollout.parameters(), dtype=self.rollout.dtype, group=self.group
-        )
+    def run(self, version: int) -> dict[str, float]:
+        """Fill the rollout's parameters and call them ``version``. Collective over the ranks of the transition's group.
+
+        Returns:
+            Metrics of this rank: in bytes ``sync/bytes``, what was written into the rollout's parameters, of which
+            ``sync/bytes_received`` came from other ranks, and ``sync/bytes_staged``, the buffers in between;
+            ``sync/slices_checked``.
+
+        Raises:
+            ModelError: the rollout does not hold the trainer's weights.
+        """
+        sides, dtype = (self.actor.parameters(), self.rollout.parameters()), self.rollout.dtype
+        traffic = reshard(self.plan, *sides, dtype=dtype, group=self.group)
+        checked = self.guard.check(version, *sides, dtype, self.group)
+        self.rollout.weights_changed(version)
+        return {
+            "sync/bytes": Sum(traffic.copied + traffic.received),
+            "sync/bytes_received": Sum(traffic.received),
+            "sync/bytes_staged": Max(traffic.staged),
+            "sync/slices_checked": Sum(checked),
+        }
 
 
 def tables(spec: ModelSpec, layout: Layout) -> Tables:

@@ -28,6 +28,16 @@ def test_mismatch_of_different_lengths_is_an_error():
         mismatch(torch.zeros(2), torch.zeros(3))
 
 
+def test_tokens_that_the_policy_did_not_say_are_no_mismatch():
+    rows = {"rollout_log_probs": [-1.0, math.nan, -2.0], "log_probs": [-1.5, -9.0, -2.0]}
+    columns = {key: DataProto.jagged([torch.tensor(row)]) for key, row in rows.items()}
+    found = batch_metrics(DataProto.from_dict(columns))
+    assert math.isnan(found["rollout_vs_trainer/max_diff"])
+    mask = DataProto.from_dict({"response_mask": DataProto.jagged([torch.tensor([True, False, True])])})
+    found = batch_metrics(DataProto.from_dict(columns).union(mask))
+    assert found["rollout_vs_trainer/max_diff"] == 0.5 and found["rollout_vs_trainer/mean_diff"] == 0.25
+
+
 def test_groups_without_signal_are_counted_and_failed_rewards_left_out():
     batch = DataProto.from_dict(
         tensors={

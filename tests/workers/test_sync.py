@@ -1,6 +1,7 @@
 """The paper's transition with real engines: megatron-core on 1-4-1, vLLM on 1-2-2, one torch.distributed world."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,8 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     actor = MegatronEngine(folder, TRAINING, torch.float32, valid_vocab=200)
     rollout = RolloutEngine(folder, actor.spec, torch.float32, settings, 200, 160, layout=GENERATION)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ)
-    sync = WeightSync(actor, rollout, rank, GENERATION, bucket_bytes=5000)
-    traffic = sync.run()
-    rollout.weights_changed(0)
+    sync = WeightSync(actor, rollout, rank, GENERATION, replace(settings, sync_bucket_mb=5000 / 2**20))
+    report = sync.run(0)
     weights = {name: p.clone() for name, p in rollout.parameters().items()}
 
     at = GENERATION.coordinates(rank)
@@ -68,8 +68,7 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
 
     for parameter in actor.parameters().values():
         parameter.mul_(1.5)
-    sync.run()
-    rollout.weights_changed(8)
+    sync.run(8)
     versions = {c.weight_version for c in answer(rollout, [(prompts[:2], 2)])[0]}
     # Of vocabularies the rows from 72 on are padding on the second half of the ranks, which no sync writes.
     grown = all(torch.allclose(p[:72], 1.5 * weights[n][:72]) for n, p in rollout.parameters().items())
@@ -81,7 +80,7 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     return {
         "answers": found,
         "weights": weights,
-        "traffic": traffic,
+        "report": report,
         "group": sync.plan.group,
         "refused": refused,
         "versions": versions,
@@ -116,10 +115,13 @@ def test_weights_travel_between_neighbours_and_no_more_than_is_missing(ranks, fo
     # A rank trains on a quarter of each matrix and generates with a half; norms are whole on both sides.
     spec = ModelSpec.from_folder(folder)
     matrices = 2 * spec.vocab_size * 64 + 2 * (4 * 64 * 128 + 3 * 64 * 96)
-    received = [found["traffic"].received for found in ranks]
+    received = [found["report"]["sync/bytes_received"] for found in ranks]
     assert [found["group"] for found in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert sum(received) == 4 * 4 * matrices // 4
-    assert all(found["traffic"].staged <= 5000 for found in ranks)
+    # Boxes of a rank: q, k, v, o, gate, up, down and 4 norms of 2 layers, two vocabularies and a norm; those of its
+    # neighbour's row that it holds too.
+    assert all(found["report"]["sync/slices_checked"] >= 25 for found in ranks)
+    assert all(0 < found["report"]["sync/bytes_staged"] <= 5000 for found in ranks)
 
 
 @pytest.mark.distributed
