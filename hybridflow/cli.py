@@ -9,16 +9,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from hybridflow import __version__
 from hybridflow.checks import check
-from hybridflow.compose import CommandLine, compose, exit_on_error, typed
-from hybridflow.errors import ConfigError
+from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
+from hybridflow.errors import ConfigError, nearest
+from hybridflow.importing import NotThere, import_file
 from hybridflow.report import conclude, read_metrics
 from hybridflow.rewards.components import check_reward
 from hybridflow.settings import SCHEMAS
+
+CHECK_USAGE = """hybridflow check DRIVER.py [arguments of the driver]
+       hybridflow check --config-name NAME [--config-dir FOLDER] [--cfg] [key=value ...]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser(
         "check",
         help="compose a configuration and check every setting, without starting anything",
-        usage="hybridflow check --config-name NAME [--config-dir FOLDER] [--cfg] [key=value ...]",
+        usage=CHECK_USAGE,
         add_help=False,
     )
     summary = commands.add_parser("summary", help="print the summary of a run and draw its plot again")
@@ -48,21 +53,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(arguments: Sequence[str]) -> None:
-    line = CommandLine.parse(arguments, "")
+    script = arguments[0] if arguments and arguments[0].partition(":")[0].endswith(".py") else ""
+    driver = load_driver(script) if script else None
+    line = CommandLine.parse(arguments[1:] if script else arguments, driver.config_name if driver else "")
     if line.help:
-        return print("usage: hybridflow check --config-name NAME [--config-dir FOLDER] [--cfg] [key=value ...]")
+        return print(f"usage: {CHECK_USAGE}")
     if not line.config_name:
-        raise ConfigError("say which configuration to check: hybridflow check --config-name grpo")
-    composed = compose(line.config_name, line.overrides, config_dir=line.config_dir)
+        raise ConfigError(
+            "say what to check: hybridflow check examples/grpo.py (a driver), or hybridflow check --config-name grpo."
+        )
+    composed = compose(line.config_name, line.overrides, driver.schema if driver else None, line.config_dir)
     if line.show:
         return print(OmegaConf.to_yaml(composed, resolve=True), end="")
-    schema = SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
+    schema = driver.schema if driver else SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
     config = typed(composed, schema, line.config_name)
     plan = check(config)
     if config.roles.get("reward") is not None:
         check_reward(config.reward)
     print(plan.placement_table())
     print("every setting is fine; nothing was started. Rows of data are read at the start of a run.")
+
+
+def load_driver(script: str) -> Driver:
+    """The driver of a file, without running it.
+
+    Args:
+        script: ``path/file.py``, or ``path/file.py:name`` where the file has several.
+
+    Raises:
+        ConfigError: there is no such file, its import fails, or it has no driver, or several.
+    """
+    where, _, wanted = script.partition(":")
+    sys.path.insert(0, str(Path(where).resolve().parent))  # as Python does for a script
+    try:
+        module = import_file(where)
+    except NotThere as reason:
+        raise ConfigError(f"hybridflow check {script}: {reason}") from reason.__cause__
+    found: dict[str, Any] = {key: value for key, value in vars(module).items() if hasattr(value, "config_name")}
+    own = {key: value for key, value in found.items() if value.__module__ == module.__name__}
+    if not own:
+        raise ConfigError(
+            f"{script} has no driver: put @hybridflow.driver(config_name, Schema) above its main(config)."
+        )
+    if wanted not in own and (wanted or len(own) > 1):
+        raise ConfigError(f"hybridflow check {script}: name a driver, as in {where}:NAME.{nearest(wanted, own)}")
+    return own[wanted or next(iter(own))]
 
 
 if __name__ == "__main__":

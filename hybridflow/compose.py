@@ -43,7 +43,15 @@ SCHEMA_GROUP = "schema"
 
 
 class Driver(Protocol[ConfigT_contra]):
-    """A driver's ``main``: with a configuration it runs; without one it reads the command line."""
+    """A driver's ``main``: with a configuration it runs; without one it reads the command line.
+
+    Attributes:
+        config_name: the config file composed where ``--config-name`` names no other.
+        schema: dataclass of the configuration.
+    """
+
+    config_name: str
+    schema: type[RunConfig]
 
     def __call__(self, config: ConfigT_contra | None = None) -> None: ...
 
@@ -74,7 +82,9 @@ def driver(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config
                     return print(OmegaConf.to_yaml(composed, resolve=True), end="")
                 return function(typed(composed, schema, line.config_name))
 
-        return main
+        made: Any = main
+        made.config_name, made.schema = config_name, schema
+        return made
 
     return wrap
 

@@ -56,8 +56,8 @@ def import_function(
     if not colon or not where or not name:
         raise error(f"{setting}={path!r}: write {FORMS}.")
     try:
-        module = _file(where) if where.endswith(".py") else _module(where)
-    except _NotThere as reason:
+        module = import_file(where) if where.endswith(".py") else _module(where)
+    except NotThere as reason:
         raise error(f"{setting}={path!r}: {reason}") from reason.__cause__
     function: Any = getattr(module, name, None)
     if function is None:
@@ -95,7 +95,7 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text
 
 
-class _NotThere(Exception):
+class NotThere(Exception):
     """Why a module cannot be had, in words."""
 
 
@@ -104,22 +104,23 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise _NotThere(
+            raise NotThere(
                 f"there is no module {error.name!r}. Install it, put its folder on PYTHONPATH, or give the file: "
                 "path/file.py:name."
             ) from error
-        raise _NotThere(f"importing {name} failed: {describe_error(error)}") from error
+        raise NotThere(f"importing {name} failed: {describe_error(error)}") from error
 
 
-def _file(where: str) -> ModuleType:
+def import_file(where: str) -> ModuleType:
+    """Import a Python file; NotThere says why that cannot be done."""
     file = Path(where).resolve()
     if not file.is_file():
         beside = [p.name for p in file.parent.glob("*.py")]
-        raise _NotThere(f"there is no file {file}.{nearest(file.name, beside)}")
+        raise NotThere(f"there is no file {file}.{nearest(file.name, beside)}")
     name = f"hybridflow_user_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise _NotThere(f"{file} cannot be imported.")
+        raise NotThere(f"{file} cannot be imported.")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look their module up by name while it is being executed.
     sys.modules[name] = module
@@ -127,7 +128,7 @@ def _file(where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _NotThere(f"importing {file} failed: {describe_error(error)}") from error
+        raise NotThere(f"importing {file} failed: {describe_error(error)}") from error
     return module
 
 

@@ -28,10 +28,82 @@ def test_check_of_a_wrong_setting_ends_with_code_2(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == "error: steps=0: has to be at least 1.\n"
 
 
+OWN_DRIVER = """
+from dataclasses import dataclass, field
+
+import hybridflow
+from hybridflow.config import AdvantageConfig, RunConfig, Settings
+
+{before}
+
+@dataclass
+class MineConfig(RunConfig):
+    patience: int = 3
+
+
+@hybridflow.driver("mine", MineConfig)
+def main(config: MineConfig) -> None:
+    raise AssertionError("a check runs nothing")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def own_driver(tmp_path: Path) -> Path:
+    """A driver with a schema and a config file of its own, as a user would write it."""
+    (tmp_path / "drive.py").write_text(OWN_DRIVER.format(before="from beside import WORD"))
+    (tmp_path / "beside.py").write_text("WORD = 1\n")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text(
+        "defaults: [schema/MineConfig, {model: tiny}, {placement: colocate}, {data: addition}, _self_]\nname: mine\n"
+    )
+    return tmp_path / "drive.py"
+
+
+def test_check_of_a_driver_knows_its_schema_and_runs_nothing(
+    own_driver: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    given = ["check", str(own_driver), "--config-dir", str(own_driver.parent / "configs"), *overrides_for(tmp_path)]
+    main([*given, "patience=5"])
+    assert "every setting is fine; nothing was started." in capsys.readouterr().out
+    assert code_of(*given, "patienc=5") == 2
+    assert "there is no setting 'patienc': 'patienc' is unknown. Did you mean 'patience'?" in capsys.readouterr().err
+    main([*given, "--cfg", "patience=5"])
+    assert "patience: 5\n" in capsys.readouterr().out
+
+
+def test_check_of_an_example_takes_the_examples_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    grpo = str(Path(__file__).resolve().parents[1] / "examples" / "grpo.py")
+    main(["check", grpo, "placement=colocate", *overrides_for(tmp_path)])
+    assert "every setting is fine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "script", "message"),
+    [
+        (None, "no.py", "there is no file {}/no.py. Known: drive.py"),
+        ("import nothing_here", "drive.py", "importing {}/drive.py failed: ModuleNotFoundError: No module named"),
+        ("x = 1", "drive.py", "no driver: put @hybridflow.driver(config_name, Schema) above its main(config)."),
+        ("from tests.e2e.greedy import main", "drive.py", "no driver"),
+        (OWN_DRIVER.format(before="") + "second = main", "drive.py", "name a driver, as in {}/drive.py:NAME."),
+        (OWN_DRIVER.format(before=""), "drive.py:man", "name a driver, as in {}/drive.py:NAME. Did you mean 'main'?"),
+    ],
+)
+def test_check_of_a_file_that_is_no_driver_is_told(
+    text: str | None, script: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "drive.py").write_text(text or "")
+    assert code_of("check", str(tmp_path / script)) == 2
+    assert message.format(tmp_path) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["check"], 2, "hybridflow check --config-name grpo"),
+        (["check"], 2, "hybridflow check examples/grpo.py (a driver), or hybridflow check --config-name grpo"),
         (["check", "--config-name", "nope"], 2, "there is no config file 'nope'"),
         (["chekc"], 2, "invalid choice"),
         ([], 2, "COMMAND"),

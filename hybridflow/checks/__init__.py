@@ -47,10 +47,16 @@ class Plan:
     warnings: tuple[str, ...] = ()
     placement: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
-    def placement_table(self) -> str:
-        """Pools, roles and layouts, the arithmetic of a step and the warnings, as plain text."""
+    def placement_table(self, nodes: Mapping[str, str] | None = None) -> str:
+        """Pools, roles and layouts, the arithmetic of a step and the warnings, as plain text.
+
+        Args:
+            nodes: where each pool runs, by name; a further column.
+        """
         rows = [("pool", "devices", "role", "layout"), *self.placement]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        if nodes is not None:
+            rows = [(*rows[0], "nodes"), *((*row, nodes[row[0]]) for row in self.placement)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         micro = "by token budget" if self.micro_batches is None else str(self.micro_batches)

@@ -59,7 +59,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
         for group in groups.values():
             if isinstance(group, WorkerGroup):
                 group.setup()
-        run = Run(config, groups, source, tracker, store)
+        run = Run(config, plan, groups, source, tracker, store)
         if resumed:
             run.restore(resumed[1])
         yield run
@@ -81,7 +81,21 @@ def _ray(config: RunConfig) -> Iterator[None]:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
         store = int(config.ray.object_store_gb * 2**30)
         ray.init(object_store_memory=store, include_dashboard=False, **settings)
+    _leave_deaths_to_errors()
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _leave_deaths_to_errors() -> None:
+    """Ray prints a paragraph for every worker that dies; the error of the call it was in says the same in a line."""
+    from ray._private import worker
+
+    shown = worker.print_to_stdstream
+
+    def print_unless_death(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not any(str(line).startswith("A worker died or was killed") for line in data["lines"]):
+            shown(data, *args, **kwargs)
+
+    worker.print_to_stdstream = print_unless_death

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 from hybridflow.algorithms.metrics import batch_metrics
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checks import Plan
 from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole
@@ -37,6 +39,7 @@ class Run:
 
     Attributes:
         config: the typed configuration.
+        plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
         actor, rollout, reference, reward: the roles' groups (an :class:`AbsentRole` where not placed).
     """
@@ -49,12 +52,13 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
+        plan: Plan,
         groups: Mapping[str, WorkerGroup | AbsentRole],
         source: PromptSource,
         tracker: Tracker,
         store: CheckpointStore,
     ) -> None:
-        self.config, self.source, self.tracker, self.store = config, source, tracker, store
+        self.config, self.plan, self.source, self.tracker, self.store = config, plan, source, tracker, store
         self.groups = dict(groups)
         for role, group in groups.items():
             setattr(self, role, group)
@@ -81,6 +85,17 @@ class Run:
                 self._begin(self.step + 1)
                 yield self.source.batch(self.step)
             self._conclude()
+
+    def describe(self) -> str:
+        """The placement as a table: pools, devices, roles, layouts, and the nodes that the devices are on.
+
+        Each group's own ``describe()`` lists its ranks.
+        """
+        pools = {group.pool.name: group.pool for group in self.groups.values() if isinstance(group, WorkerGroup)}
+        counts = {name: Counter(place.node for place in pool.places) for name, pool in pools.items()}
+        nodes = {name: ", ".join(f"{node} x {n}" for node, n in count.items()) for name, count in counts.items()}
+        absent = [f"not placed: {role}" for role, group in self.groups.items() if isinstance(group, AbsentRole)]
+        return "\n".join([self.plan.placement_table(nodes), *absent])
 
     def timer(self, name: str) -> AbstractContextManager[Any]:
         """Time one named part of the step."""
@@ -158,7 +173,8 @@ class Run:
         """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
         with self.store.writing(self.step) as folder:
             self.actor.save(str(folder.absolute()))
-            self.store.write_json(folder / "run.json", {"step": self.step, "order": self._order()})
+            state = {"step": self.step, "order": self._order(), "schedule": self._schedule()}
+            self.store.write_json(folder / "run.json", state)
         self._saved = self.step
         saved = self.store.folder(self.step)
         link = self.tracker.run_dir / "model"
@@ -179,6 +195,7 @@ class Run:
                     f"another place of the data. Resume with the old value, or start a new run with "
                     f"model.path={folder / 'model'}."
                 )
+        self._warn_of_another_schedule(saved["schedule"])
         self.actor.load(str(folder.absolute()))
         self._begin(int(saved["step"]))
         self._saved = self.step
@@ -206,6 +223,21 @@ class Run:
             "data.prompts_per_step": data.prompts_per_step,
             "data.shuffle": data.shuffle,
         }
+
+    def _schedule(self) -> dict[str, int]:
+        """What the length of a decaying schedule depends on, where the settings do not give it."""
+        return {"steps": self.config.steps, "updates": self.config.steps * self.plan.updates}
+
+    def _warn_of_another_schedule(self, saved: Mapping[str, int]) -> None:
+        optimizer, now = self.config.actor.optimizer, self._schedule()
+        if optimizer.schedule == "constant" or optimizer.decay_steps or now["updates"] == saved["updates"]:
+            return
+        self.tracker.say(
+            f"warning: the {optimizer.schedule} schedule of the learning rate now ends at update {now['updates']} "
+            f"(steps={now['steps']}); where the run was saved it ended at update {saved['updates']} "
+            f"(steps={saved['steps']}), so the learning rate jumps. Set actor.optimizer.decay_steps={saved['updates']} "
+            f"to go on along the old one."
+        )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

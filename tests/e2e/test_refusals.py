@@ -40,6 +40,12 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
             "Set data.prompts_per_step to a multiple of 2, such as 6.",
         ],
     ),
+    "pool that the machine cannot hold": (
+        GRPO,
+        ["pools.train.devices=[999]"],
+        2,
+        ["pools.train.devices=[999]: pools ask for 999 (train) + 1 (cpu) devices", "cores in all; the cluster has"],
+    ),
     "empty data": (
         GRPO,
         ["data.train={}/empty.jsonl"],

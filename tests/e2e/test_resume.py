@@ -72,6 +72,8 @@ def test_a_killed_process_ends_the_run_and_is_named(killed: Killed) -> None:
         rf"error: (rollout|actor)\.[a-z_]+ failed on rank 0 in step 2: the process is gone \(pid {killed.pid} on node "
     )
     assert re.match(named, killed.ended.err)
+    assert "a word (Ray's SYSTEM_ERROR, end of file); its log: /" in killed.ended.err
+    assert killed.ended.err.count("\n") <= 2 and "(raylet)" not in killed.ended.out
     assert killed.left == []
     assert verify(killed.run_dir / "checkpoints" / "step_000001").step == 1
 

@@ -1,0 +1,86 @@
+"""The run handle: what a checkpoint remembers beside the model, and the placement in words."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hybridflow import compose
+from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checks import check
+from hybridflow.config import GRPOConfig
+from hybridflow.controller.placement import ROLE_ORDER, AbsentRole
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.controller.run import Run
+from hybridflow.tracking import Tracker
+from tests.assets import overrides_for
+from tests.controller.conftest import group_on
+
+
+def run_of(folder: Path, *overrides: str, groups: dict[str, Any] | None = None) -> tuple[Run, io.StringIO]:
+    """A run whose roles are not placed, unless given; and what it prints."""
+    at = overrides_for(folder) if not (folder / "model").exists() else []
+    given = at or [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"runs_dir={folder}/runs"]
+    more = ["data.evaluate=", "name=test", "tracking.trackers=[]", *overrides]
+    config = compose.load("grpo", GRPOConfig, [*given, *more])
+    plan, printed = check(config), io.StringIO()
+    tracker = Tracker(config, plan, resumed_step=1, console=Console(file=printed, width=400))
+    store = CheckpointStore(plan.run_dir / "checkpoints")
+    placed = {role: AbsentRole(role) for role in ROLE_ORDER} | (groups or {})
+    no_prompts: Any = None  # neither saving nor resuming reads any
+    return Run(config, plan, placed, no_prompts, tracker, store), printed
+
+
+@pytest.mark.parametrize(
+    ("resumed_with", "warned"),
+    [
+        (["actor.optimizer.schedule=cosine", "steps=20"], True),
+        # Half the rows an update are twice the updates a step: 10 steps of 2 updates.
+        (["actor.optimizer.schedule=linear", "actor.mini_batch_size=128"], True),
+        (["actor.optimizer.schedule=cosine"], False),
+        (["actor.optimizer.schedule=cosine", "actor.optimizer.decay_steps=10", "steps=20"], False),
+        (["actor.optimizer.schedule=constant", "steps=20"], False),
+    ],
+)
+def test_a_decaying_schedule_that_a_resume_rescales_is_warned_of(
+    tmp_path: Path, resumed_with: list[str], warned: bool
+) -> None:
+    run, _ = run_of(tmp_path, "actor.optimizer.schedule=cosine", "steps=10")
+    assert run.plan.updates == 1 and run.plan.rows == 256
+    run.step = 1
+    saved = run.save()
+    resumed, printed = run_of(tmp_path, "steps=10", "checkpoint.resume=auto", *resumed_with)
+    resumed.restore(saved)
+    assert resumed.step == 1
+    schedule = resumed.config.actor.optimizer.schedule
+    warning = (
+        f"warning: the {schedule} schedule of the learning rate now ends at update 20 (steps={resumed.config.steps}); "
+        "where the run was saved it ended at update 10 (steps=10), so the learning rate jumps. Set "
+        "actor.optimizer.decay_steps=10 to go on along the old one.\n"
+    )
+    assert (warning in printed.getvalue()) is warned
+    assert ("warning" in printed.getvalue()) is warned
+
+
+@pytest.mark.ray
+@pytest.mark.distributed
+def test_describe_shows_the_placement_with_the_nodes_and_what_is_absent(pool: ResourcePool, tmp_path: Path) -> None:
+    with ResourcePool("cpu", [1], kind="cpu", cores_per_device=0.5) as cpu:
+        groups = {"actor": pool, "rollout": pool, "reward": cpu}
+        run, _ = run_of(
+            tmp_path,
+            "pools={main: {devices: [2]}}",
+            "roles.actor.pool=main",
+            "roles.rollout.pool=main",
+            groups={role: group_on(at, role) for role, at in groups.items()},
+        )
+        node = pool.places[0].node
+        lines = run.describe().splitlines()
+    assert lines[0].split() == ["pool", "devices", "role", "layout", "nodes"]
+    assert lines[2].split() == ["main", "[2]", "device", "actor", "tp1", "pp1", "cp1", "dp2", node, "x", "2"]
+    assert lines[4].split() == ["cpu", "[1]", "cpu", "reward", "tp1", "pp1", "cp1", "dp1", node, "x", "1"]
+    assert lines[-1] == "not placed: reference"
