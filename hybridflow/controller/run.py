@@ -25,6 +25,7 @@ from hybridflow.config import RunConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole
 from hybridflow.data.prompts import PromptSource
+from hybridflow.data.stream import PromptStream
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metrics
@@ -41,6 +42,7 @@ class Run:
         config: the typed configuration.
         plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
+        stream: the prompts to come; ``steps`` takes ``data.prompts_per_step`` of them for each step.
         actor, rollout, reference, reward: the roles' groups (an :class:`AbsentRole` where not placed).
     """
 
@@ -59,6 +61,7 @@ class Run:
         store: CheckpointStore,
     ) -> None:
         self.config, self.plan, self.source, self.tracker, self.store = config, plan, source, tracker, store
+        self.stream = PromptStream(source)
         self.groups = dict(groups)
         for role, group in groups.items():
             setattr(self, role, group)
@@ -83,7 +86,7 @@ class Run:
                 self._log(found)
             while self.step < self.config.steps and not self.stop_reason:
                 self._begin(self.step + 1)
-                yield self.source.batch(self.step)
+                yield self.stream.take(self.config.data.prompts_per_step, self.step)
             self._conclude()
 
     def describe(self) -> str:
@@ -173,7 +176,8 @@ class Run:
         """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
         with self.store.writing(self.step) as folder:
             self.actor.save(str(folder.absolute()))
-            state = {"step": self.step, "order": self._order(), "schedule": self._schedule()}
+            place = {"step": self.step, "position": self.stream.position}
+            state = {**place, "order": self._order(), "schedule": self._schedule()}
             self.store.write_json(folder / "run.json", state)
         self._saved = self.step
         saved = self.store.folder(self.step)
@@ -185,19 +189,20 @@ class Run:
         return saved
 
     def restore(self, folder: Path) -> None:
-        """Continue from a checkpoint: weights, optimizer, schedule, the number of the step and with it the data."""
+        """Continue from a checkpoint: weights, optimizer, schedule, the number of the step, the place in the data."""
         saved = self.store.read_json(folder / "run.json")
         for setting, value in self._order().items():
             before = saved["order"].get(setting)
             if before != value:
                 raise CheckpointError(
-                    f"{setting}={value!r}, but {folder} was written with {before!r}: its step {saved['step']} is at "
-                    f"another place of the data. Resume with the old value, or start a new run with "
+                    f"{setting}={value!r}, but {folder} was written with {before!r}: the {saved['position']} prompts "
+                    f"that it has used were others. Resume with the old value, or start a new run with "
                     f"model.path={folder / 'model'}."
                 )
         self._warn_of_another_schedule(saved["schedule"])
         self.actor.load(str(folder.absolute()))
         self._begin(int(saved["step"]))
+        self.stream.position = int(saved["position"])
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
 
@@ -220,7 +225,6 @@ class Run:
         return {
             "seed": self.config.seed,
             "data.train": data.train,
-            "data.prompts_per_step": data.prompts_per_step,
             "data.shuffle": data.shuffle,
         }
 

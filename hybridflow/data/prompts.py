@@ -1,8 +1,9 @@
 """The prompts of every training step, and the ones held out.
 
-Where it stands: first in the flow; ``batch(step)`` is what the rollout (or, with answers, the supervised update) takes.
-Invariants: ``batch`` is a function of (seed, step) alone, so a resumed run needs to know only its step; every epoch
-shows each prompt once; where one source is split, no prompt is both held out and trained on; nothing is cut.
+Where it stands: first in the flow; a batch is what the rollout (or, with answers, the supervised update) takes.
+Invariants: ``batch`` is a function of (seed, place) alone, so a resumed run needs to know only its place
+(:mod:`hybridflow.data.stream`); every epoch shows each prompt once; where one source is split, no prompt is both held
+out and trained on; nothing is cut.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,21 +105,22 @@ class PromptSource:
         """Training prompts of one epoch."""
         return len(self._train)
 
-    def batch(self, step: int) -> DataProto:
-        """The prompts of a training step; steps count from 1.
+    def batch(self, start: int, count: int) -> DataProto:
+        """The ``count`` prompts from place ``start`` on of one endless row of epochs.
 
-        The steps walk through one endless row of epochs, so a step may hold the end of one epoch and the start of the
-        next.
+        A batch may hold the end of one epoch and the start of the next.
 
         Returns:
-            ``prompts`` (jagged int64), ``uid``, ``group_ids`` (int64), ``messages``, ``ground_truth``, ``data_source``,
-            ``extra_info``; ``meta_info["step"]``.
+            ``prompts`` (jagged int64), ``uid`` (int64), ``group_ids`` (int64: the places, so that no two prompts of a
+            run share one), ``messages``, ``ground_truth``, ``data_source``, ``extra_info``.
+
+        Raises:
+            DataError: for a negative place or no prompts.
         """
-        if step < 1:
-            raise DataError(f"There is no training step {step}: steps count from 1.")
-        size = self.config.prompts_per_step
-        places = (divmod(position, len(self._train)) for position in range((step - 1) * size, step * size))
-        return self._collate([self._train[self._order(epoch)[place]] for epoch, place in places], {"step": step})
+        if start < 0 or count < 1:
+            raise DataError(f"There are no prompts at {start} to {start + count}: places count from 0.")
+        places = (divmod(place, len(self._train)) for place in range(start, start + count))
+        return self._collate([self._train[self._order(epoch)[place]] for epoch, place in places], start)
 
     def held_out(self) -> DataProto:
         """All held-out prompts with the columns of :meth:`batch`; no rows where nothing is held out.
@@ -127,7 +128,7 @@ class PromptSource:
         Their order is random but always the same, so the first n of them are a fair and constant sample.
         """
         order = np.random.default_rng([self.seed, 2]).permutation(len(self._held_out))
-        return collate([self._held_out[i] for i in order], {})
+        return collate([self._held_out[i] for i in order])
 
     def describe(self) -> str:
         """What was read, in one line."""
@@ -140,8 +141,8 @@ class PromptSource:
         dropped = ", ".join(f"{count} of {part}" for part, count in self.dropped.items() if count)
         return text + (f"; dropped as too long: {dropped}" if dropped else "")
 
-    def _collate(self, prompts: Sequence[Prompt], meta_info: dict[str, Any]) -> DataProto:
-        return collate(prompts, meta_info)
+    def _collate(self, prompts: Sequence[Prompt], start: int) -> DataProto:
+        return collate(prompts, start)
 
     def _numbered(self, source: str, seed: int) -> list[tuple[int, Row]]:
         rows = load_rows(source, self.config, seed)
@@ -203,7 +204,7 @@ class SupervisedSource(PromptSource):
     bool, all true). ``held_out`` gives prompts alone, to be answered by the model and scored.
     """
 
-    def _collate(self, prompts: Sequence[Prompt], meta_info: dict[str, Any]) -> DataProto:
+    def _collate(self, prompts: Sequence[Prompt], start: int) -> DataProto:
         responses = [torch.tensor(prompt.response, dtype=torch.int64) for prompt in prompts]
         answers = DataProto.from_dict(
             tensors={
@@ -211,7 +212,7 @@ class SupervisedSource(PromptSource):
                 "response_mask": DataProto.jagged([torch.ones(len(r), dtype=torch.bool) for r in responses]),
             }
         )
-        return collate(prompts, meta_info).union(answers)
+        return collate(prompts, start).union(answers)
 
     def _responses(self, rows: Sequence[Row], part: str) -> list[list[int] | None]:
         if part != "train":
@@ -253,19 +254,18 @@ def split_rows(
     return train, [pair for pair in rows if _identity(pair[1]) in chosen]
 
 
-def collate(prompts: Sequence[Prompt], meta_info: dict[str, Any]) -> DataProto:
-    """Prompts as a batch; ``group_ids`` are the numbers of the rows."""
+def collate(prompts: Sequence[Prompt], start: int = 0) -> DataProto:
+    """Prompts as a batch; ``group_ids`` number them from ``start`` on."""
     return DataProto.from_dict(
         tensors={
             "prompts": DataProto.jagged([prompt.ids for prompt in prompts], dtype=torch.int64),
             "uid": torch.tensor([prompt.uid for prompt in prompts], dtype=torch.int64),
-            "group_ids": torch.arange(len(prompts), dtype=torch.int64),
+            "group_ids": torch.arange(start, start + len(prompts), dtype=torch.int64),
         },
         non_tensors={
             key: [getattr(prompt.row, key) for prompt in prompts]
             for key in ("messages", "ground_truth", "data_source", "extra_info")
         },
-        meta_info=meta_info,
     )
 
 

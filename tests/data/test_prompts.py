@@ -34,20 +34,20 @@ def source(train: str, tokenizer, seed: int = 0, kind=PromptSource, limits: Roll
 
 
 def uids(prompts: PromptSource, steps: range) -> list[int]:
-    return [uid for step in steps for uid in prompts.batch(step)["uid"].tolist()]
+    """What steps of 4 prompts each show; steps count from 1."""
+    return [uid for step in steps for uid in prompts.batch(4 * (step - 1), 4)["uid"].tolist()]
 
 
 def test_a_batch_has_the_columns_of_the_contract(ten: str, tokenizer):
-    batch = source(ten, tokenizer, shuffle=False, system_prompt="S").batch(2)
+    batch = source(ten, tokenizer, shuffle=False, system_prompt="S").batch(4, 4)
     assert batch["uid"].tolist() == [4, 5, 6, 7]
-    assert batch["group_ids"].tolist() == [0, 1, 2, 3]
+    assert batch["group_ids"].tolist() == [4, 5, 6, 7]
     assert batch.flat("prompts")[:6].tolist() == [257, ord("S"), END, USER, ord("e"), END]
     assert batch.lengths("prompts").tolist() == [7] * 4
     assert batch["messages"][0] == [{"role": "system", "content": "S"}, {"role": "user", "content": "e"}]
     assert list(batch["ground_truth"]) == ["E", "F", "G", "H"]
     assert list(batch["data_source"]) == ["ten"] * 4
     assert list(batch["extra_info"]) == [{}] * 4
-    assert batch.meta_info == {"step": 2}
 
 
 def test_each_epoch_shows_each_prompt_once_and_its_end_runs_into_the_next(ten: str, tokenizer):
@@ -56,7 +56,7 @@ def test_each_epoch_shows_each_prompt_once_and_its_end_runs_into_the_next(ten: s
     assert seen[:10] != seen[10:]
 
 
-def test_a_batch_depends_on_seed_and_step_alone(ten: str, tokenizer):
+def test_a_batch_depends_on_seed_and_place_alone(ten: str, tokenizer):
     straight = source(ten, tokenizer)
     resumed = source(ten, tokenizer)
     assert uids(resumed, range(8, 10)) == uids(straight, range(1, 10))[-8:]
@@ -111,9 +111,10 @@ def test_nothing_held_out_is_a_batch_without_rows(ten: str, tokenizer):
     assert len(source(ten, tokenizer).held_out()) == 0
 
 
-def test_there_is_no_step_before_the_first(ten: str, tokenizer):
-    with pytest.raises(DataError, match="steps count from 1"):
-        source(ten, tokenizer).batch(0)
+@pytest.mark.parametrize(("start", "count"), [(-1, 4), (0, 0)])
+def test_there_are_no_prompts_before_the_first(ten: str, tokenizer, start: int, count: int):
+    with pytest.raises(DataError, match="places count from 0"):
+        source(ten, tokenizer).batch(start, count)
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(ten: str):
@@ -151,7 +152,7 @@ def test_long_prompts_are_filtered_and_counted_and_never_cut(tokenizer, tmp_path
     path = write_rows(tmp_path / "a.jsonl", "a", "b" * 30, "c", "d" * 40)
     limits = RolloutConfig(max_prompt_tokens=32)
     prompts = source(path, tokenizer, limits=limits, prompts_per_step=2, long_prompts="filter")
-    assert sorted(uids(prompts, range(1, 2))) == [0, 2]
+    assert sorted(prompts.batch(0, 2)["uid"].tolist()) == [0, 2]
     assert prompts.dropped == {"train": 2, "evaluate": 0}
     assert "dropped as too long: 2 of train" in prompts.describe()
     with pytest.raises(DataError, match="All 4 rows were dropped"):
@@ -172,7 +173,7 @@ def test_settings_out_of_range_are_refused(ten: str, tokenizer, settings: dict, 
 
 
 def test_answers_are_learnt_with_their_end(ten: str, tokenizer):
-    batch = source(ten, tokenizer, kind=SupervisedSource, shuffle=False).batch(1)
+    batch = source(ten, tokenizer, kind=SupervisedSource, shuffle=False).batch(0, 4)
     assert batch.flat("responses").tolist() == [x for letter in b"ABCD" for x in (letter, END)]
     assert batch.flat("response_mask").tolist() == [True] * 8
     assert batch.lengths("response_mask").tolist() == [2] * 4
@@ -183,7 +184,7 @@ def test_the_final_assistant_message_is_learnt_rather_than_the_ground_truth(toke
     talk = [{"role": "user", "content": "2+3="}, {"role": "assistant", "content": "It is 5"}]
     path = tmp_path / "talk.jsonl"
     path.write_text(json.dumps({"messages": talk, "ground_truth": 5}))
-    batch = source(str(path), tokenizer, kind=SupervisedSource, prompts_per_step=1).batch(1)
+    batch = source(str(path), tokenizer, kind=SupervisedSource, prompts_per_step=1).batch(0, 1)
     assert batch.flat("responses").tolist() == [*b"It is 5", END]
     assert list(batch["ground_truth"]) == [5]
 
