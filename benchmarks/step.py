@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import hybridflow
-from hybridflow.algorithms.advantages import grpo_advantages
+from hybridflow.algorithms.step import compute_advantages
 from hybridflow.compose import load
 from hybridflow.config import GRPOConfig
 from hybridflow.controller.group import WorkerGroup
@@ -52,7 +52,7 @@ def step(run: Run, prompts: hybridflow.DataProto, config: GRPOConfig) -> hybridf
     with run.timer("ref_log_probs"):
         batch = batch.union(run.reference.log_probs(batch))
     with run.timer("advantage"):
-        batch = batch.union(grpo_advantages(batch, config.algorithm))
+        batch = batch.union(compute_advantages(batch, config))
     with run.timer("update_actor"):
         metrics = run.actor.update(batch)
     run.finish_step(metrics, batch)

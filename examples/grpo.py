@@ -7,7 +7,7 @@ The loop below is the whole algorithm; every call on a role runs on all of that 
 """
 
 import hybridflow
-from hybridflow.algorithms.advantages import grpo_advantages
+from hybridflow.algorithms.step import compute_advantages
 from hybridflow.config import GRPOConfig
 
 
@@ -24,7 +24,7 @@ def main(config: GRPOConfig) -> None:
             with run.timer("ref_log_probs"):
                 batch = batch.union(run.reference.log_probs(batch))
             with run.timer("advantage"):
-                batch = batch.union(grpo_advantages(batch, config.algorithm))
+                batch = batch.union(compute_advantages(batch, config))
             with run.timer("update_actor"):
                 metrics = run.actor.update(batch)
             run.finish_step(metrics, batch)

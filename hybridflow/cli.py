@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybridflow import __version__
+from hybridflow.algorithms.step import check_functions
 from hybridflow.checks import check
 from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError, nearest
@@ -68,6 +69,7 @@ def _check(arguments: Sequence[str]) -> None:
     schema = driver.schema if driver else SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
     config = typed(composed, schema, line.config_name)
     plan = check(config)
+    check_functions(config)
     if config.roles.get("reward") is not None:
         check_reward(config.reward)
     print(plan.placement_table())

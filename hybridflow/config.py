@@ -120,26 +120,46 @@ class OptimizerConfig(Settings):
 
 @dataclass
 class LossConfig(Settings):
-    """The policy's loss (``hybridflow.algorithms.losses``).
+    """The policy's loss (``hybridflow.algorithms.losses`` and ``objective``; docs/algorithms.md has the formulas).
 
     Attributes:
-        name: ``ppo`` or ``sft``.
+        name: ``ppo``, ``gspo``, ``gmpo``, ``cispo``, ``sapo``, ``reinforce``, ``gpg``, ``clip_cov``, ``kl_cov``,
+            ``dppo_tv``, ``dppo_kl``, ``sft``, or a function of your own (``package.module:name`` or
+            ``path/file.py:name``).
+        old_log_probs: the column that the ratio is taken to: ``log_probs`` (the trainer's, before its updates) or
+            ``rollout_log_probs``.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: lower bound c of the loss for negative advantages (c > 1); 0 turns it off.
-        aggregation: ``token-mean``, ``seq-mean-token-sum``, ``seq-mean-token-mean``.
+        tau_positive, tau_negative: temperatures of SAPO's gate for positive and negative advantages.
+        cov_share: share of the tokens that ``clip_cov`` and ``kl_cov`` select.
+        cov_low, cov_high: covariances between which ``clip_cov`` draws its tokens.
+        cov_kl_coef: weight of the KL of the tokens that ``kl_cov`` selects.
+        aggregation: ``token-mean``, ``seq-mean-token-sum``, ``seq-mean-token-mean``, ``seq-mean-token-sum-norm``.
+        scale: what ``seq-mean-token-sum-norm`` divides each sequence's sum by, such as ``${rollout.max_tokens}``.
         entropy_coef: weight of the entropy bonus.
-        kl_coef: weight of the KL to the reference; above 0 needs the role ``reference``.
-        kl_kind: ``k1``, ``k2`` or ``k3`` (Schulman, "Approximating KL Divergence").
+        kl_coef: weight of the KL to the reference in the loss; above 0 needs the role ``reference``.
+        kl_kind: ``k1``, ``k2``, ``k3``, ``low_var`` (k3) or ``abs`` (Schulman, "Approximating KL Divergence"); with a
+            plus (``k3+``) with the gradient of k2.
+        options: further settings for a loss of your own, which finds them in ``config.options``.
     """
 
     name: str = "ppo"
+    old_log_probs: str = "log_probs"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    cov_share: float = 0.0002
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    cov_kl_coef: float = 1.0
     aggregation: str = "token-mean"
+    scale: float = 0.0
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "k3"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -356,16 +376,67 @@ class RayConfig(Settings):
 
 
 @dataclass
-class AdvantageConfig(Settings):
-    """The advantage estimator of GRPO (``hybridflow.algorithms.advantages``).
+class CorrectionConfig(Settings):
+    """Weights for samples of another policy than the trainer's (``hybridflow.algorithms.correction``).
 
     Attributes:
-        normalize_std: divide by the group's standard deviation (false: Dr. GRPO).
-        eps: added to the standard deviation.
+        level: ratio train / rollout per ``token``, or one a sequence: the product (``sequence``) or the geometric mean
+            (``geometric``) of its tokens'; ``none`` weighs nothing.
+        bound: ``truncate`` (at ``high``), ``clip`` (at both bounds), ``mask`` (weight 0 outside of them) or ``none``.
+        low, high: bounds of the weights.
+        reject: take whole sequences out of the loss whose ratio (``sequence``, ``geometric``, or that of any ``token``)
+            is outside of its bounds; ``none`` rejects nothing.
+        reject_low, reject_high: bounds of the rejection.
     """
 
+    level: str = "none"
+    bound: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    reject: str = "none"
+    reject_low: float = 0.5
+    reject_high: float = 2.0
+
+
+@dataclass
+class AlgorithmConfig(Settings):
+    """From rewards to advantages (``hybridflow.algorithms.advantages`` and ``step``; formulas: docs/algorithms.md).
+
+    Attributes:
+        estimator: ``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``opo``, ``gpg``,
+            ``maxrl``, ``pass_at_k``, ``gae``, ``remax``, ``grpo_stepwise``, ``distill``, or a function of your own
+            (``package.module:name`` or ``path/file.py:name``).
+        normalize_std: divide by the group's standard deviation (false: Dr. GRPO).
+        eps: added to the standard deviation.
+        single: advantage of a group of one: ``zero``, or ``raw`` for its score.
+        gamma: discount of ``gae`` and ``reinforce_plus_plus``.
+        lam: lambda of ``gae``.
+        whiten: whiten the advantages of ``gae``.
+        k: answers drawn in ``pass_at_k``.
+        options: keyword arguments for an estimator of your own.
+        kl_coef: weight of the KL to the reference in the reward; above 0 needs the role ``reference``.
+        kl_kind: its estimator, as ``actor.loss.kl_kind``.
+        overlong_filter: keep responses that were cut at ``rollout.max_tokens`` out of the loss (DAPO).
+        overlong_buffer: tokens before ``rollout.max_tokens`` over which a penalty for length grows from 0 (DAPO); 0
+            turns it off.
+        overlong_penalty: the penalty at ``rollout.max_tokens``.
+    """
+
+    estimator: str = "grpo"
     normalize_std: bool = True
     eps: float = 1e-6
+    single: str = "zero"
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+    k: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    kl_coef: float = 0.0
+    kl_kind: str = "k1"
+    overlong_filter: bool = False
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
 
 @dataclass
@@ -402,7 +473,12 @@ class SFTConfig(RunConfig):
 
 
 @dataclass
-class GRPOConfig(RunConfig):
-    """``examples/grpo.py``."""
+class RLConfig(RunConfig):
+    """What drivers with rewards have in common."""
 
-    algorithm: AdvantageConfig = field(default_factory=AdvantageConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+
+@dataclass
+class GRPOConfig(RLConfig):
+    """``examples/grpo.py``."""

@@ -56,7 +56,7 @@ def test_what_is_given_wins_over_what_a_model_brings() -> None:
 def test_dr_grpo_changes_estimator_and_aggregation_together() -> None:
     config = load("algorithm=dr_grpo")
     assert config.algorithm.normalize_std is False
-    assert config.actor.loss.aggregation == "seq-mean-token-sum"
+    assert (config.actor.loss.aggregation, config.actor.loss.scale) == ("seq-mean-token-sum-norm", 8.0)
 
 
 def test_a_reference_can_be_placed_by_group_or_by_value() -> None:
@@ -86,7 +86,7 @@ def test_the_result_cannot_be_changed() -> None:
         load().roles["actor"].layout.tp = 2  # type: ignore[union-attr]
 
 
-KNOWN_LOSS = "Known: aggregation, clip_high, clip_low, dual_clip, entropy_coef, kl_coef, kl_kind, name."
+KNOWN_LOSS = "Known: aggregation, clip_high, clip_low, cov_high, "
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ KNOWN_LOSS = "Known: aggregation, clip_high, clip_low, dual_clip, entropy_coef, 
         ("=3", "'=3' names no setting. Write key=value."),
         (
             "~name",
-            "~name: only entries of pools, roles, data.options, reward.options, reward.components can be removed.",
+            "~name: only entries of pools, roles, data.options, actor.loss.options, reward.options, reward.components, ",
         ),
         ("~pools.tpu", "~pools.tpu: only entries of pools"),
         ("model.path=${nope}", "model.path: Interpolation key 'nope' not found"),

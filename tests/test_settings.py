@@ -29,7 +29,10 @@ def test_paths_of_settings_groups_and_free_names() -> None:
     assert len(set(paths)) == len(paths)
     assert {"steps", "roles.*.layout.tp", "pools.*.devices", "algorithm.eps", "data.options"} <= set(paths)
     assert "algorithm.eps" not in {s.path for s in settings_of(SFTConfig)}
-    assert free_dicts(GRPOConfig) == ("pools", "roles", "data.options", "reward.options", "reward.components")
+    assert free_dicts(GRPOConfig) == (
+        *("pools", "roles", "data.options", "actor.loss.options", "reward.options", "reward.components"),
+        "algorithm.options",
+    )
     assert children(GRPOConfig, "roles.anything") == ["pool", "layout"]
     assert children(GRPOConfig, "steps") == []
     assert type_at(GRPOConfig, "roles.anything.layout") is LayoutConfig

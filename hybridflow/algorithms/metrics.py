@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from hybridflow.algorithms.correction import off_policy_metrics
+from hybridflow.algorithms.filters import share_without_signal
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 
@@ -18,8 +20,8 @@ def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> dict[s
         rollout_log_probs, log_probs: [N] float32, the same tokens in the same order.
 
     Returns:
-        ``max_diff`` and ``mean_diff`` of |rollout - trainer|, ``mult_prob_error`` = mean exp|d| and ``k3``, the
-        estimate of KL(rollout || trainer). All NaN where any log-probability is NaN.
+        ``max_diff`` and ``mean_diff`` of |rollout - trainer|, ``mult_prob_error`` = mean exp|d|, and
+        :func:`.correction.off_policy_metrics`, before any correction. All NaN where any log-probability is NaN.
     """
     if rollout_log_probs.shape != log_probs.shape:
         raise DataError(
@@ -33,7 +35,7 @@ def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> dict[s
         "max_diff": d.abs().max().item(),
         "mean_diff": d.abs().mean().item(),
         "mult_prob_error": d.abs().exp().mean().item(),
-        "k3": (d.exp() - 1.0 - d).mean().item(),
+        **off_policy_metrics(d),
     }
 
 
@@ -46,7 +48,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         found["reward/failed"] = rewards.isnan().double().mean().item()
         found["reward/solved"] = batch["solved"].double().mean().item()
     if "rewards" in batch and "group_ids" in batch:
-        found["reward/groups_without_signal"] = _constant_groups(batch["rewards"], batch["group_ids"])
+        found["reward/groups_without_signal"] = share_without_signal(batch["rewards"], batch["group_ids"])
     if "response_mask" in batch:
         lengths = batch.lengths("response_mask").double()
         found["response/length"] = lengths.mean().item()
@@ -61,11 +63,3 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         compared = mismatch(batch.flat("rollout_log_probs")[said], batch.flat("log_probs")[said])
         found |= {f"rollout_vs_trainer/{name}": value for name, value in compared.items()}
     return found
-
-
-def _constant_groups(rewards: torch.Tensor, groups: torch.Tensor) -> float:
-    """Share of groups whose valid rewards are all equal (they give no gradient)."""
-    labels, index = torch.unique(groups, return_inverse=True)
-    lowest = torch.full((len(labels),), torch.inf).scatter_reduce(0, index, rewards.nan_to_num(torch.inf), "amin")
-    highest = torch.full((len(labels),), -torch.inf).scatter_reduce(0, index, rewards.nan_to_num(-torch.inf), "amax")
-    return (lowest >= highest).double().mean().item()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # Importing a module registers its rules; their order here is the order of the problems.
-from hybridflow.checks import values, placement, cluster, batches, files  # noqa: F401  # isort: skip
+from hybridflow.checks import values, placement, cluster, batches, algorithm, files  # noqa: F401  # isort: skip
 from hybridflow.checks.base import RULES, Facts, Problem
 from hybridflow.checks.placement import ROLES
 from hybridflow.config import RunConfig

@@ -1,11 +1,11 @@
-"""Rules about the arithmetic of a step: rows, updates, tokens, the schedule, and what each driver needs."""
+"""Rules about the arithmetic of a step: rows, updates, tokens, the schedule and how tokens are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
-from hybridflow.config import GRPOConfig, SFTConfig
+from hybridflow.config import SFTConfig
 
 
 @rule("roles", "pools", "data.prompts_per_step", "rollout.n", "actor.mini_batch_size")
@@ -68,31 +68,6 @@ def schedule_fits_the_run(facts: Facts) -> Iterator[Problem]:
             f"{here}.decay_steps={o.decay_steps} ends the decay before the warm-up of "
             f"{here}.warmup_steps={o.warmup_steps} does. Raise it, or set it to 0 for the whole run.",
         )
-
-
-@rule("rollout", "actor.loss")
-def settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
-    config, loss, n = facts.config, facts.config.actor.loss.name, facts.config.rollout.n
-    if isinstance(config, GRPOConfig):
-        if n < 2:
-            yield Problem(
-                "rollout.n",
-                f"rollout.n={n}: GRPO compares the samples of one prompt, so one alone has advantage 0. "
-                "Set it to 2 or more.",
-            )
-        if config.rollout.sampling.temperature == 0:
-            yield Problem(
-                "rollout.sampling.temperature",
-                "rollout.sampling.temperature=0: all samples of a prompt would be equal, and nothing is learned. Set "
-                "it above 0, such as 1.0. (Evaluation has its own: evaluate.sampling.)",
-            )
-        if loss == "sft":
-            yield Problem("actor.loss.name", "actor.loss.name='sft' ignores advantages; GRPO needs 'ppo'.")
-    if isinstance(config, SFTConfig):
-        if loss != "sft":
-            yield Problem("actor.loss.name", f"actor.loss.name={loss!r}: supervised fine-tuning needs 'sft'.")
-        if n != 1:
-            yield Problem("rollout.n", f"rollout.n={n}: a supervised batch has one answer a prompt. Set it to 1.")
 
 
 @rule("rollout.sampling")

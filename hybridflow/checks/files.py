@@ -11,7 +11,7 @@ from pathlib import Path
 from hybridflow.checkpoint import RESUME_MODES, CheckpointStore, resume_from
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.placement import MODEL_ROLES
-from hybridflow.checks.values import DTYPE_BYTES
+from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
 from hybridflow.models.tables import check_megatron, check_vllm, padded_vocab_size
@@ -122,9 +122,10 @@ def data_exists(facts: Facts) -> Iterator[Problem]:
 
 
 @rule()
-def reward_functions_are_named(facts: Facts) -> Iterator[Problem]:
-    for component in components_of(facts.config.reward):
-        name, path = component.function, f"{component.setting}.function"
+def functions_are_named(facts: Facts) -> Iterator[Problem]:
+    rewards = [(f"{c.setting}.function", c.function) for c in components_of(facts.config.reward)]
+    imported = [item for path in IMPORTABLE for item in present(facts.config, path) if ":" in item[1]]
+    for path, name in [*rewards, *imported]:
         where, colon, function = name.rpartition(":")
         if not (colon and where and function.isidentifier()):
             yield Problem(path, f"{path}={name!r}: write package.module:name or path/file.py:name.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.values import present
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.resharding.layout import GenerationLayout
 
 ROLES = ("actor", "rollout", "reference", "reward")
 REQUIRED_ROLES = ("actor", "rollout", "reward")
 MODEL_ROLES = ("actor", "rollout", "reference")
+KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
 """Axes of a layout besides dp, with the degree that leaves one unused."""
 AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
@@ -101,17 +103,19 @@ def a_transition_costs_no_more_than_it_must(facts: Facts) -> Iterator[Problem]:
 
 @rule("roles")
 def reference_is_placed_where_it_is_needed(facts: Facts) -> Iterator[Problem]:
-    coef, placed = facts.config.actor.loss.kl_coef, "reference" in facts.placed
-    if coef > 0 and not placed:
+    placed = "reference" in facts.placed
+    coefs = {path: coef for name in KL_COEFS for path, coef in present(facts.config, name)}
+    for path, coef in coefs.items():
+        if coef > 0 and not placed:
+            yield Problem(
+                "roles.reference",
+                f"{path}={coef} measures a KL to the reference, but roles.reference is not placed. "
+                f"Use placement=colocate_reference or roles.reference={{pool: NAME}}, or set {path}=0.",
+            )
+    if placed and not any(coefs.values()):
         yield Problem(
             "roles.reference",
-            f"actor.loss.kl_coef={coef} measures a KL to the reference, but roles.reference is not placed. "
-            "Use placement=colocate_reference or roles.reference={pool: NAME}, or set actor.loss.kl_coef=0.",
-        )
-    if placed and coef == 0:
-        yield Problem(
-            "roles.reference",
-            "roles.reference is placed, but actor.loss.kl_coef=0 never uses it: it costs memory and a forward a step. "
-            "Set roles.reference=null.",
+            f"roles.reference is placed, but {' and '.join(f'{path}=0' for path in coefs)} never use it: it costs "
+            "memory and a forward a step. Set roles.reference=null.",
             warning=True,
         )

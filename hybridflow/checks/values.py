@@ -1,4 +1,4 @@
-"""Rules about single settings: which numbers and which names they take.
+"""Rules about single settings: which numbers and which names they take, and which settings a chosen name reads.
 
 Invariant: every numeric setting of every schema stands in ``RANGES``; a test proves it.
 """
@@ -19,18 +19,70 @@ from hybridflow.sinks import SINKS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-# The registries themselves import torch or more; a test holds these against them.
+# The registries themselves import torch or more; tests hold all these tables against them.
+
+# The settings of `algorithm` that each estimator reads.
+ESTIMATOR_SETTINGS: dict[str, tuple[str, ...]] = {
+    "gae": ("gamma", "lam", "whiten"),
+    "grpo": ("normalize_std", "eps", "single"),
+    "grpo_stepwise": ("normalize_std", "eps", "single"),
+    "rloo": ("single",),
+    "reinforce_plus_plus": ("gamma",),
+    "reinforce_plus_plus_baseline": ("single",),
+    "remax": (),
+    "opo": ("single",),
+    "gpg": ("single",),
+    "maxrl": (),
+    "pass_at_k": ("k",),
+    "distill": (),
+}
+GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "pass_at_k")
+"""Estimators that compare the samples of one prompt."""
+OTHER_COLUMNS = {
+    "gae": "values",
+    "remax": "baseline_rewards",
+    "grpo_stepwise": "step_scores",
+    "distill": "teacher_log_probs",
+}
+"""Columns that estimators read and examples/grpo.py does not make."""
+
+# The settings of `actor.loss` that each loss reads, besides those of the aggregation, the entropy and the KL.
+LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
+    "ppo": ("old_log_probs", "clip_low", "clip_high", "dual_clip"),
+    "gspo": ("old_log_probs", "clip_low", "clip_high", "dual_clip"),
+    "gmpo": ("old_log_probs", "clip_low", "clip_high"),
+    "cispo": ("old_log_probs", "clip_low", "clip_high"),
+    "sapo": ("old_log_probs", "tau_positive", "tau_negative"),
+    "reinforce": (),
+    "gpg": (),
+    "clip_cov": ("old_log_probs", "clip_low", "clip_high", "dual_clip", "cov_share", "cov_low", "cov_high"),
+    "kl_cov": ("old_log_probs", "cov_share", "cov_kl_coef"),
+    "dppo_tv": ("old_log_probs", "clip_low", "clip_high"),
+    "dppo_kl": ("old_log_probs", "clip_low", "clip_high"),
+    "sft": (),
+}
+KL_KINDS = ("k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+")
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": tuple(DTYPE_BYTES),
     "pools.*.kind": ("device", "cpu"),
     "actor.recompute": ("none", "selective", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
-    "actor.loss.name": ("ppo", "sft"),
-    "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
-    "actor.loss.kl_kind": ("k1", "k2", "k3"),
+    "actor.loss.name": tuple(LOSS_SETTINGS),
+    "actor.loss.old_log_probs": ("log_probs", "rollout_log_probs"),
+    "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    "actor.loss.kl_kind": KL_KINDS,
+    "algorithm.estimator": tuple(ESTIMATOR_SETTINGS),
+    "algorithm.single": ("zero", "raw"),
+    "algorithm.kl_kind": KL_KINDS,
+    "algorithm.correction.level": ("none", "token", "sequence", "geometric"),
+    "algorithm.correction.bound": ("none", "truncate", "clip", "mask"),
+    "algorithm.correction.reject": ("none", "token", "sequence", "geometric"),
     "data.long_prompts": ("error", "filter"),
     "rollout.check_sync": ("off", "sample", "full"),
 }
+IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "algorithm.kl_kind")
+"""Names that may also be a function of the user's own, ``package.module:name`` or ``path/file.py:name``."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +140,13 @@ RANGES: dict[str, Range] = {
     "actor.loss.clip_low": SHARE,
     "actor.loss.clip_high": NATURAL,
     "actor.loss.dual_clip": Range(1, open_low=True, also=0),
+    "actor.loss.tau_positive": POSITIVE,
+    "actor.loss.tau_negative": POSITIVE,
+    "actor.loss.cov_share": SHARE,
+    "actor.loss.cov_low": Range(-math.inf),
+    "actor.loss.cov_high": Range(-math.inf),
+    "actor.loss.cov_kl_coef": NATURAL,
+    "actor.loss.scale": NATURAL,
     "actor.loss.entropy_coef": NATURAL,
     "actor.loss.kl_coef": NATURAL,
     "rollout.n": COUNT,
@@ -119,13 +178,23 @@ RANGES: dict[str, Range] = {
     "tracking.mismatch_stop": NATURAL,
     "ray.object_store_gb": POSITIVE,
     "algorithm.eps": NATURAL,
+    "algorithm.gamma": SHARE,
+    "algorithm.lam": SHARE,
+    "algorithm.k": COUNT,
+    "algorithm.kl_coef": NATURAL,
+    "algorithm.overlong_buffer": NATURAL,
+    "algorithm.overlong_penalty": NATURAL,
+    "algorithm.correction.low": NATURAL,
+    "algorithm.correction.high": POSITIVE,
+    "algorithm.correction.reject_low": NATURAL,
+    "algorithm.correction.reject_high": POSITIVE,
 }
 
 
 @rule()
 def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
     for pattern, allowed in RANGES.items():
-        for path, value in _present(facts.config, pattern):
+        for path, value in present(facts.config, pattern):
             if value not in allowed:
                 yield Problem(path, f"{path}={value}: has to be {allowed}.")
     for path, devices in expand(facts.config, "pools.*.devices"):
@@ -139,8 +208,8 @@ def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
 @rule()
 def names_are_known(facts: Facts) -> Iterator[Problem]:
     for pattern, known in CHOICES.items():
-        for path, value in _present(facts.config, pattern):
-            if value not in known:
+        for path, value in present(facts.config, pattern):
+            if value not in known and not (pattern in IMPORTABLE and ":" in value):
                 yield Problem(path, f"{path}={value!r} is not known.{nearest(value, known)}")
     for name in facts.config.tracking.trackers:
         path = "tracking.trackers"
@@ -157,6 +226,6 @@ def run_name_is_a_folder_name(facts: Facts) -> Iterator[Problem]:
         yield Problem("name", f"name={name!r}: has to be the name of one folder, without '/'. Its parent is runs_dir.")
 
 
-def _present(config: RunConfig, pattern: str) -> list[tuple[str, Any]]:
+def present(config: RunConfig, pattern: str) -> list[tuple[str, Any]]:
     """As :func:`expand`; nothing for settings of another driver's schema."""
     return expand(config, pattern) if hasattr(config, pattern.split(".")[0]) else []

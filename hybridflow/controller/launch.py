@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridflow import checks
+from hybridflow.algorithms.step import check_functions
 from hybridflow.checkpoint import CheckpointStore, resume_from
 from hybridflow.checks.cluster import starts_ray_here
 from hybridflow.config import RunConfig, SFTConfig
@@ -39,6 +40,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
     """
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a deprecation inside tensordict
     plan = checks.check(config)
+    check_functions(config)
     print(plan.placement_table())
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     kind = SupervisedSource if isinstance(config, SFTConfig) else PromptSource

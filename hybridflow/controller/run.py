@@ -115,7 +115,8 @@ class Run:
         found = join_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
         found |= {f"actor/{name}": value for name, value in metrics.items()}
         if metrics.get("update_skipped"):
-            self.tracker.say(f"warning: step {self.step}: an update was skipped, its gradient norm is not finite.")
+            reason = "its gradient norm is not finite, or all its tokens are masked"
+            self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
         if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
             self.stop(reason)
         if "rollout_log_probs" in batch:

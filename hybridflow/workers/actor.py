@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hybridflow.algorithms.losses import columns_of, objective
+from hybridflow.algorithms.objective import columns_of, mask_column, objective
 from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
@@ -62,13 +62,13 @@ class ActorWorker(PolicyWorker):
         """Train on the batch: ``epochs`` passes, one optimizer update a mini-batch.
 
         Args:
-            batch: ``prompts``, ``responses``, ``response_mask``; for the loss ``ppo`` also ``log_probs`` (the old ones)
-                and ``advantages``; with ``actor.loss.kl_coef`` above 0 also ``ref_log_probs``.
+            batch: ``prompts``, ``responses``, ``response_mask`` (or ``loss_mask``, which says which of its tokens
+                train), and what ``actor.loss`` reads: see :func:`.objective.columns_of`.
 
         Returns:
             Means over the updates and over all data-parallel ranks (the same on each): the loss and its parts,
-            ``grad_norm``, ``lr``, ``update_skipped``, ``updates``. Ranks without the model's last pipeline stage know
-            the last four alone.
+            ``grad_norm``, ``lr``, ``update_skipped`` (also where all tokens of a mini-batch are masked), ``updates``.
+            Ranks without the model's last pipeline stage know the last four alone.
         """
         config, meta = self.context.config, batch.meta_info
         here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
@@ -84,11 +84,14 @@ class ActorWorker(PolicyWorker):
     def _update_once(self, batch: DataProto, rows: list[int]) -> dict[str, float]:
         """One optimizer update on this rank's rows of a mini-batch, maybe none."""
         settings = self.context.config.actor.loss
-        masks = rows_of(batch, "response_mask")
+        mask = mask_column(batch.keys())
+        masks = rows_of(batch, mask)
         masks = [masks[i] for i in rows]
         counts = [float(sum(m.sum() for m in masks)), float(sum(bool(m.any()) for m in masks))]
         num_tokens, num_sequences = self.engine.sum_over_replicas(counts)
-        columns = {key: rows_of(batch, key) for key in columns_of(settings)}
+        if not num_tokens:
+            return {"loss": 0.0, "update_skipped": 1.0}
+        columns = {key: rows_of(batch, key) for key in columns_of(settings, batch.keys())}
 
         def loss_of(
             log_probs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch
@@ -97,7 +100,7 @@ class ActorWorker(PolicyWorker):
             return objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
 
         sums, stepped = self.engine.update(
-            self.cut(batch, masked=True, rows=rows),
+            self.cut(batch, mask, rows),
             loss_of,
             temperature=float(batch.meta_info.get("temperature", 1.0)),
             with_entropy=bool(settings.entropy_coef),
@@ -106,8 +109,7 @@ class ActorWorker(PolicyWorker):
             return stepped
         totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
         metrics = {
-            name: total if name == "loss" else total / max(num_tokens, 1)
-            for name, total in zip(sums, totals, strict=True)
+            name: total if name == "loss" else total / num_tokens for name, total in zip(sums, totals, strict=True)
         }
         return {**metrics, **stepped}
 

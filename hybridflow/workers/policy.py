@@ -47,19 +47,19 @@ class PolicyWorker(Worker):
             recompute=config.actor.recompute,
         )
 
-    def cut(self, batch: DataProto, masked: bool, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+    def cut(self, batch: DataProto, mask: str | None, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.
 
         Args:
-            batch: columns ``prompts``, ``responses``, and ``response_mask`` if ``masked``.
-            masked: want only the tokens that the mask keeps, else every response token.
+            batch: columns ``prompts``, ``responses`` and the mask.
+            mask: name of the column that says which response tokens are wanted; None wants every one.
             rows: which rows to take, maybe none; None takes all.
         """
         from hybridflow.engines.megatron.batch import make_micro_batch
 
         settings = self.context.config.actor
         prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
-        masks = rows_of(batch, "response_mask") if masked else None
+        masks = None if mask is None else rows_of(batch, mask)
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         rows = range(len(batch)) if rows is None else rows
         taken = [lengths[i] for i in rows]
@@ -77,7 +77,7 @@ class PolicyWorker(Worker):
 
         None on ranks without the model's last pipeline stage, whose answer nobody collects.
         """
-        micros = self.cut(batch, masked=False)
+        micros = self.cut(batch, mask=None)
         answers = self.engine.log_probs(micros, float(batch.meta_info.get("temperature", 1.0)))
         if not self.engine.answers:
             return None

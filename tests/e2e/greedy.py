@@ -4,7 +4,7 @@ What it keeps is what the weights that were synced last say, to be compared with
 """
 
 import hybridflow
-from hybridflow.algorithms.advantages import grpo_advantages
+from hybridflow.algorithms.step import compute_advantages
 from hybridflow.config import GRPOConfig
 
 
@@ -15,7 +15,7 @@ def main(config: GRPOConfig) -> None:
             batch = run.rollout.generate(prompts.repeat(config.rollout.n))
             batch = batch.union(run.reward.score(batch))
             batch = batch.union(run.actor.log_probs(batch))
-            batch = batch.union(grpo_advantages(batch, config.algorithm))
+            batch = batch.union(compute_advantages(batch, config))
             run.finish_step(run.actor.update(batch), batch)
         held_out = run.source.held_out()[: config.evaluate.size]
         answers = run.rollout.generate(held_out, sampling=config.evaluate.sampling, tag="evaluate")

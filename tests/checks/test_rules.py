@@ -14,42 +14,13 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan, check, placement
 from hybridflow.checks.base import Facts
 from hybridflow.checks.values import CHOICES, RANGES
-from hybridflow.config import GRPOConfig, RunConfig, SFTConfig
-from hybridflow.errors import ConfigError
+from hybridflow.config import GRPOConfig, RunConfig
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.settings import SCHEMAS, settings_of
-from tests.assets import overrides_for, write_model
+from tests.assets import write_model
+from tests.checks.conftest import DRIVERS
 
-ROOT = Path(__file__).resolve().parents[1]
-DRIVERS = {"grpo": GRPOConfig, "sft": SFTConfig}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("assets")
-
-
-@pytest.fixture(scope="module")
-def given(folder: Path) -> list[str]:
-    return overrides_for(folder)
-
-
-@pytest.fixture
-def checked(given: list[str]) -> Callable[..., Plan]:
-    def run(*overrides: str, name: str = "grpo") -> Plan:
-        return check(compose.load(name, DRIVERS[name], [*given, *overrides]))
-
-    return run
-
-
-@pytest.fixture
-def refused(checked: Callable[..., Plan]) -> Callable[..., str]:
-    def run(*overrides: str, name: str = "grpo") -> str:
-        with pytest.raises(ConfigError) as caught:
-            checked(*overrides, name=name)
-        return str(caught.value)
-
-    return run
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -131,7 +102,7 @@ def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
     text = refused("rollout.n=0", "actor.loss.name=pppo", "roles.rollout.pool=tran", "data.train=no/where.jsonl")
     assert text.splitlines()[0] == "4 problems:"
     assert "  - rollout.n=0: has to be at least 1." in text
-    assert "  - actor.loss.name='pppo' is not known. Did you mean 'ppo'? Known: ppo, sft." in text
+    assert "  - actor.loss.name='pppo' is not known. Did you mean 'ppo'? Known: cispo, " in text
     assert "  - roles.rollout.pool='tran': no such pool. Did you mean 'train'? Known: cpu, train." in text
     assert "  - data.train='no/where.jsonl': no such file or folder." in text
 
@@ -149,13 +120,22 @@ def test_every_number_has_a_range() -> None:
 
 
 def test_choices_are_those_of_the_registries() -> None:
+    from hybridflow.algorithms.advantages import ESTIMATORS
+    from hybridflow.algorithms.correction import BOUNDS, LEVELS
     from hybridflow.algorithms.kl import KINDS
-    from hybridflow.algorithms.losses import AGGREGATIONS, LOSSES
+    from hybridflow.algorithms.losses import LOSSES
+    from hybridflow.algorithms.masked import SINGLES
+    from hybridflow.algorithms.objective import AGGREGATIONS, OLD_LOG_PROBS
     from hybridflow.controller.pool import KINDS as POOL_KINDS
     from hybridflow.data.prompts import LONG_PROMPTS
     from hybridflow.engines.megatron.optimizer import SCHEDULES
 
-    assert set(CHOICES["actor.loss.kl_kind"]) == set(KINDS)
+    assert set(CHOICES["actor.loss.kl_kind"]) == set(CHOICES["algorithm.kl_kind"]) == set(KINDS)
+    assert set(CHOICES["actor.loss.old_log_probs"]) == set(OLD_LOG_PROBS)
+    assert set(CHOICES["algorithm.estimator"]) == set(ESTIMATORS)
+    assert set(CHOICES["algorithm.single"]) == set(SINGLES)
+    assert set(CHOICES["algorithm.correction.level"]) == set(CHOICES["algorithm.correction.reject"]) == set(LEVELS)
+    assert set(CHOICES["algorithm.correction.bound"]) == set(BOUNDS)
     assert set(CHOICES["actor.loss.name"]) == set(LOSSES)
     assert set(CHOICES["actor.loss.aggregation"]) == set(AGGREGATIONS)
     assert set(CHOICES["actor.optimizer.schedule"]) == set(SCHEDULES)
@@ -329,8 +309,8 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
     plan = checked("roles.reference={pool: train}", "pools.spare.devices=[1]")
     assert plan.warnings == (
         "pools.spare has no role, so it is not started.",
-        "roles.reference is placed, but actor.loss.kl_coef=0 never uses it: it costs memory and a forward a step. "
-        "Set roles.reference=null.",
+        "roles.reference is placed, but actor.loss.kl_coef=0 and algorithm.kl_coef=0 never use it: it costs memory and "
+        "a forward a step. Set roles.reference=null.",
     )
     assert "warning: pools.spare has no role" in plan.placement_table()
 
@@ -356,9 +336,12 @@ def test_a_useless_reference_and_an_empty_pool_are_warned_of(checked: Callable[.
             ["actor.optimizer={schedule: cosine, warmup_steps: 20, decay_steps: 10}"],
             "actor.optimizer.decay_steps=10 ends the decay before the warm-up of actor.optimizer.warmup_steps=20 does.",
         ),
-        (["rollout.n=1"], "rollout.n=1: GRPO compares the samples of one prompt, so one alone has advantage 0."),
+        (
+            ["rollout.n=1"],
+            "rollout.n=1: algorithm.estimator='grpo' compares the samples of one prompt, so one alone has advantage 0.",
+        ),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature=0: all samples of a prompt would be equal"),
-        (["actor.loss.name=sft"], "actor.loss.name='sft' ignores advantages; GRPO needs 'ppo'."),
+        (["actor.loss.name=sft"], "actor.loss.name='sft' ignores advantages; choose a policy loss, such as 'ppo'."),
     ],
 )
 def test_wrong_arithmetic_is_refused(overrides: list[str], message: str, refused: Callable[..., str]) -> None:

@@ -1,0 +1,142 @@
+"""Rules about the algorithm: what an estimator and a loss read, what they ignore, and what a driver can give them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
+from hybridflow.config import GRPOConfig, RLConfig, SFTConfig
+
+
+@rule("actor.loss.name", "algorithm.estimator")
+def what_is_ignored_is_said(facts: Facts) -> Iterator[Problem]:
+    """A function of the user's own may read anything."""
+    loss = facts.config.actor.loss
+    yield from _ignored("actor.loss", loss, "name", LOSS_SETTINGS)
+    if isinstance(facts.config, RLConfig):
+        yield from _ignored("algorithm", facts.config.algorithm, "estimator", ESTIMATOR_SETTINGS)
+    if loss.scale and loss.aggregation != "seq-mean-token-sum-norm":
+        yield Problem(
+            "actor.loss.scale",
+            f"actor.loss.scale={loss.scale:g} is ignored by actor.loss.aggregation={loss.aggregation!r}.",
+            warning=True,
+        )
+
+
+@rule("actor.loss")
+def aggregation_has_its_scale(facts: Facts) -> Iterator[Problem]:
+    loss = facts.config.actor.loss
+    if loss.aggregation == "seq-mean-token-sum-norm" and loss.scale == 0:
+        yield Problem(
+            "actor.loss.scale",
+            "actor.loss.scale=0: actor.loss.aggregation='seq-mean-token-sum-norm' divides each sequence's sum by it. "
+            "Set it above 0, such as to ${rollout.max_tokens}.",
+        )
+
+
+@rule("actor.loss")
+def kl_in_the_loss_has_a_gradient(facts: Facts) -> Iterator[Problem]:
+    loss = facts.config.actor.loss
+    if loss.kl_coef > 0 and loss.kl_kind == "k1":
+        yield Problem(
+            "actor.loss.kl_kind",
+            "actor.loss.kl_kind='k1' has a gradient of 0 in expectation, so it regularises nothing in a loss. Use k2, "
+            "k3 or k1+.",
+            warning=True,
+        )
+
+
+@rule("algorithm", "actor.loss", "rollout")
+def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
+    config, n = facts.config, facts.config.rollout.n
+    if not isinstance(config, RLConfig):
+        return
+    estimator = config.algorithm.estimator
+    if isinstance(config, GRPOConfig) and estimator in OTHER_COLUMNS:
+        fitting = ", ".join(name for name in ESTIMATOR_SETTINGS if name not in OTHER_COLUMNS)
+        yield Problem(
+            "algorithm.estimator",
+            f"algorithm.estimator={estimator!r} reads the column {OTHER_COLUMNS[estimator]!r}, which this driver does "
+            f"not make. Choose one of {fitting}.",
+        )
+    if n < 2 and estimator in GROUPED and config.algorithm.single == "zero":
+        yield Problem(
+            "rollout.n",
+            f"rollout.n={n}: algorithm.estimator={estimator!r} compares the samples of one prompt, so one alone has "
+            "advantage 0. Set it to 2 or more.",
+        )
+    if config.rollout.sampling.temperature == 0:
+        yield Problem(
+            "rollout.sampling.temperature",
+            "rollout.sampling.temperature=0: all samples of a prompt would be equal, and nothing is learned. Set "
+            "it above 0, such as 1.0. (Evaluation has its own: evaluate.sampling.)",
+        )
+    if config.actor.loss.name == "sft":
+        yield Problem(
+            "actor.loss.name", "actor.loss.name='sft' ignores advantages; choose a policy loss, such as 'ppo'."
+        )
+    if estimator == "pass_at_k" and config.algorithm.k > n:
+        yield Problem(
+            "algorithm.k",
+            f"algorithm.k={config.algorithm.k} answers cannot be drawn from rollout.n={n}. Lower it to at most {n}.",
+        )
+
+
+@rule("algorithm", "rollout")
+def length_penalty_fits_the_limit(facts: Facts) -> Iterator[Problem]:
+    if isinstance(facts.config, RLConfig) and facts.config.algorithm.overlong_buffer > facts.config.rollout.max_tokens:
+        yield Problem(
+            "algorithm.overlong_buffer",
+            f"algorithm.overlong_buffer={facts.config.algorithm.overlong_buffer} is more than "
+            f"rollout.max_tokens={facts.config.rollout.max_tokens}. Lower it.",
+        )
+
+
+@rule("algorithm.correction", "actor.loss")
+def correction_is_consistent(facts: Facts) -> Iterator[Problem]:
+    if not isinstance(facts.config, RLConfig):
+        return
+    c, here = facts.config.algorithm.correction, "algorithm.correction"
+    for low, high in (("low", "high"), ("reject_low", "reject_high")):
+        if getattr(c, low) >= getattr(c, high):
+            yield Problem(
+                f"{here}.{low}",
+                f"{here}.{low}={getattr(c, low)} has to be below {here}.{high}={getattr(c, high)}: they bound the "
+                "ratio train / rollout.",
+            )
+    if c.level != "none" and facts.config.actor.loss.old_log_probs == "rollout_log_probs":
+        yield Problem(
+            f"{here}.level",
+            f"{here}.level={c.level!r} weighs by train / rollout, and actor.loss.old_log_probs='rollout_log_probs' "
+            f"puts the same ratio into the loss: samples would be corrected twice. Set {here}.level=none, or "
+            "actor.loss.old_log_probs=log_probs.",
+        )
+
+
+@rule("actor.loss", "rollout.n")
+def supervised_settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
+    loss, n = facts.config.actor.loss.name, facts.config.rollout.n
+    if isinstance(facts.config, SFTConfig):
+        if loss != "sft":
+            yield Problem("actor.loss.name", f"actor.loss.name={loss!r}: supervised fine-tuning needs 'sft'.")
+        if n != 1:
+            yield Problem("rollout.n", f"rollout.n={n}: a supervised batch has one answer a prompt. Set it to 1.")
+
+
+def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str, ...]]) -> Iterator[Problem]:
+    """Settings that differ from their default, that some choice reads, and the chosen one does not."""
+    chosen = getattr(settings, chooser)
+    if chosen not in reads:
+        return
+    some = {name for names in reads.values() for name in names} | {"options"}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in some and field.name not in reads[chosen] and value != getattr(type(settings)(), field.name):
+            yield Problem(
+                f"{path}.{field.name}",
+                f"{path}.{field.name}={value!r} is ignored by {path}.{chooser}={chosen!r}.",
+                warning=True,
+            )

@@ -1,0 +1,128 @@
+"""Rules about the algorithm, and that the tables they read say what estimators and losses do."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.algorithms.advantages import ESTIMATORS
+from hybridflow.algorithms.losses import LOSSES
+from hybridflow.algorithms.step import COLUMNS, SETTINGS
+from hybridflow.checks import Plan
+from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
+from hybridflow.config import LossConfig
+
+
+def test_estimators_read_the_settings_and_columns_of_the_tables() -> None:
+    for name, function in ESTIMATORS.items():
+        arguments = list(inspect.signature(function).parameters)
+        assert tuple(a for a in arguments if a in SETTINGS) == ESTIMATOR_SETTINGS[name]
+        columns = [COLUMNS.get(a, a) for a in arguments if a not in (*SETTINGS, "mask", "scores", "rewards", "groups")]
+        assert (OTHER_COLUMNS.get(name) in columns) == bool(set(columns) - {"log_probs"})
+        assert (name in GROUPED) == ("scores" in arguments)
+
+
+def test_losses_read_the_settings_of_the_table() -> None:
+    selection = {"clip_cov": {"cov_share", "cov_low", "cov_high"}, "kl_cov": {"cov_share"}}
+    x, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    for name, loss in LOSSES.items():
+        seen = selection.get(name, set()) | ({"old_log_probs"} if "old_log_probs" in loss.reads else set())
+
+        class Recorder:
+            def __getattr__(self, setting: str, seen: set[str] = seen) -> object:
+                seen.add(setting)
+                return getattr(LossConfig(), setting)
+
+        extra = {column: mask for column in loss.reads if column == "high_covariance"}
+        loss.function(x, x, x, mask, Recorder(), **extra)
+        # A loss that clips checks all bounds; gmpo, cispo, dppo and kl_cov have no dual clip.
+        assert seen - {"dual_clip"} == set(LOSS_SETTINGS[name]) - {"dual_clip"}, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.estimator=gae"],
+            "algorithm.estimator='gae' reads the column 'values', which this driver does not make. Choose one of grpo,",
+        ),
+        (["algorithm.estimator=rlo"], "algorithm.estimator='rlo' is not known. Did you mean 'rloo'?"),
+        (["algorithm.single=one"], "algorithm.single='one' is not known."),
+        (["algorithm.correction.level=tok"], "algorithm.correction.level='tok' is not known. Did you mean 'token'?"),
+        (["algorithm.gamma=1.1"], "algorithm.gamma=1.1: has to be at least 0 and at most 1."),
+        (["actor.loss.clip_low=-0.1"], "actor.loss.clip_low=-0.1: has to be at least 0 and at most 1."),
+        (
+            ["algorithm=pass_at_k", "algorithm.k=9"],
+            "algorithm.k=9 answers cannot be drawn from rollout.n=8. Lower it to at most 8.",
+        ),
+        (
+            ["actor.loss.aggregation=seq-mean-token-sum-norm"],
+            "actor.loss.scale=0: actor.loss.aggregation='seq-mean-token-sum-norm' divides each sequence's sum by it. "
+            "Set it above 0, such as to ${rollout.max_tokens}.",
+        ),
+        (
+            ["algorithm.overlong_buffer=9"],
+            "algorithm.overlong_buffer=9 is more than rollout.max_tokens=8. Lower it.",
+        ),
+        (
+            ["algorithm.correction={level: token, low: 3}"],
+            "algorithm.correction.low=3.0 has to be below algorithm.correction.high=2.0",
+        ),
+        (
+            ["algorithm.correction.level=token", "actor.loss.old_log_probs=rollout_log_probs"],
+            "samples would be corrected twice. Set algorithm.correction.level=none",
+        ),
+        (
+            ["algorithm.kl_coef=0.1"],
+            "algorithm.kl_coef=0.1 measures a KL to the reference, but roles.reference is not placed.",
+        ),
+        (["algorithm.estimator=no/where.py:f"], "algorithm.estimator='no/where.py:f': there is no file no/where.py."),
+        (["actor.loss.name='mine:'"], "actor.loss.name='mine:': write package.module:name or path/file.py:name."),
+    ],
+)
+def test_wrong_choices_are_refused(overrides: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(*overrides)
+
+
+def test_a_group_of_one_is_fine_where_it_has_an_advantage(checked: Callable[..., Plan]) -> None:
+    checked("rollout.n=1", "algorithm.single=raw")
+    checked("rollout.n=1", "algorithm=reinforce_plus_plus")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 is ignored by algorithm.estimator='grpo'."),
+        (["algorithm=rloo", "algorithm.eps=1e-3"], "algorithm.eps=0.001 is ignored by algorithm.estimator='rloo'."),
+        (["algorithm.options={a: 1}"], "algorithm.options={'a': 1} is ignored by algorithm.estimator='grpo'."),
+        (["actor.loss.tau_positive=2"], "actor.loss.tau_positive=2.0 is ignored by actor.loss.name='ppo'."),
+        (
+            ["algorithm=rloo", "actor.loss.clip_low=0.1"],
+            "actor.loss.clip_low=0.1 is ignored by actor.loss.name='reinforce'.",
+        ),
+        (["actor.loss.scale=8"], "actor.loss.scale=8 is ignored by actor.loss.aggregation='token-mean'."),
+        (
+            ["placement=colocate_reference", "actor.loss={kl_coef: 0.1, kl_kind: k1}"],
+            "actor.loss.kl_kind='k1' has a gradient of 0 in expectation",
+        ),
+    ],
+)
+def test_what_is_ignored_is_warned_of(overrides: list[str], message: str, checked: Callable[..., Plan]) -> None:
+    warnings = checked(*overrides).warnings
+    assert len(warnings) == 1
+    assert message in warnings[0]
+
+
+def test_a_function_of_the_users_own_may_read_anything(checked: Callable[..., Plan], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    own = f"{tmp_path}/mine.py"
+    plan = checked(f"algorithm.estimator={own}:f", "algorithm.gamma=0.9", "algorithm.options={a: 1}")
+    assert plan.warnings == ()
+    plan = checked(f"actor.loss.name={own}:f", "actor.loss.tau_positive=2", f"actor.loss.kl_kind={own}:g")
+    assert plan.warnings == ()
+
+
+def test_kl_in_the_reward_takes_the_reference(checked: Callable[..., Plan]) -> None:
+    assert checked("placement=colocate_reference", "algorithm.kl_coef=0.1").warnings == ()
