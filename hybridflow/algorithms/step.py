@@ -170,7 +170,8 @@ def _estimate(
                 f"algorithm.estimator={algorithm.estimator!r} returned {name} {list(found.shape)} for a mask "
                 f"{list(columns.mask.shape)}: return two tensors [B, T]."
             )
-    return advantages, returns
+    # The convention for failed rewards, also where a user's function does not know it.
+    return torch.where(scores.isfinite()[:, None] & columns.mask, advantages, 0.0), returns
 
 
 def _high_covariance(columns: _Columns, advantages: torch.Tensor, mask: torch.Tensor, config: RLConfig) -> torch.Tensor:
