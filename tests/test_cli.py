@@ -32,7 +32,7 @@ OWN_DRIVER = """
 from dataclasses import dataclass, field
 
 import hybridflow
-from hybridflow.config import AdvantageConfig, RunConfig, Settings
+from hybridflow.config import AlgorithmConfig, RunConfig, Settings
 
 {before}
 

@@ -129,7 +129,7 @@ KNOWN_LOSS = "Known: aggregation, clip_high, clip_low, cov_high, "
         ("=3", "'=3' names no setting. Write key=value."),
         (
             "~name",
-            "~name: only entries of pools, roles, data.options, actor.loss.options, reward.options, reward.components, ",
+            "~name: only entries of pools, roles, data.options, actor.loss.options, reward.options, reward.components,",
         ),
         ("~pools.tpu", "~pools.tpu: only entries of pools"),
         ("model.path=${nope}", "model.path: Interpolation key 'nope' not found"),

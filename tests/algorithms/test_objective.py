@@ -69,7 +69,7 @@ def test_splits_padding_order_and_masked_nan_do_not_change_the_gradient(mode, na
 
     whole = gradient([[0, 1, 2, 3, 4, 5]])
     assert whole.abs().sum() > 0
-    torch.testing.assert_close(gradient([[5, 0], [2], [1, 3, 4]]), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradient([[5, 0], [2], [], [1, 3, 4]]), whole, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradient([[0], [1], [2], [3], [4], [5]]), whole, rtol=0, atol=1e-6)
     torch.testing.assert_close(gradient([[0, 1, 2, 3, 4, 5]], pad=3), whole, rtol=0, atol=1e-6)
     assert torch.equal(gradient([[0, 1, 2, 3, 4, 5]], poison=True), whole)

@@ -170,7 +170,7 @@ def train(engine: Any, case: Case, updates: int = UPDATES) -> Trained:
     """The oracle's updates on an engine."""
     from torch.nn.utils.rnn import pad_sequence
 
-    from hybridflow.algorithms.losses import objective
+    from hybridflow.algorithms.objective import objective
 
     _, responses, masks = rows()
     old, advantages = ppo_columns(responses)

@@ -127,3 +127,25 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(tmp_path):
     assert math.isnan(stepped["grad_norm"])
     assert stepped["update_skipped"] == 1.0
     assert unchanged
+
+
+def with_masked_row_on_rank(rank: int, folder: str):
+    """Gradient norm and weights after one update on two rows, and with a third in between of which no token trains."""
+    from hybridflow.engines.megatron.batch import make_micro_batch
+
+    prompts, responses, masks = rows()
+    masks[3][:] = False
+    found = []
+    for parts in ([[0], [1]], [[0], [3], [1]]):
+        engine = build(folder, Case(), OptimizerConfig(lr=1e-2))
+        micros = [make_micro_batch(prompts, responses, masks, part, engine.device) for part in parts]
+        _, stepped = engine.update(micros, lambda log_probs, entropy, micro: (log_probs.sum(), {}))
+        found.append((stepped["grad_norm"], {name: p.clone() for name, p in engine.parameters().items()}))
+    return found
+
+
+def test_a_micro_batch_without_a_trained_token_changes_nothing(tmp_path):
+    [found] = run_ranks(with_masked_row_on_rank, 1, save_tiny_model(tmp_path, "qwen3"))
+    (norm, weights), (other_norm, others) = found
+    assert norm == other_norm > 0
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
