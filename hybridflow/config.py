@@ -313,7 +313,7 @@ class EvaluateConfig(Settings):
         every: steps between evaluations; 0 means only at the end.
         at_start: evaluate before the first step.
         size: most prompts per evaluation; 0 means all.
-        n: samples per prompt.
+        n: samples per prompt; above 1 pass@k is reported too.
         stop_at: end the run once the evaluated accuracy reaches this; 0 means never.
     """
 

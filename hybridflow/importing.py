@@ -7,6 +7,7 @@ names the setting, the value and what is there instead.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -33,7 +34,7 @@ def named(name: str, known: Mapping[str, T], setting: str) -> T | Callable[..., 
         ConfigError: lists the known names.
     """
     if ":" in name:
-        return import_function(name, setting)
+        return _imported(name, setting)
     if name not in known:
         raise ConfigError(f"{setting}={name!r} is not known.{nearest(name, known)} A function of your own: {FORMS}.")
     return known[name]
@@ -70,6 +71,12 @@ def import_function(
     if not may_be_async and is_async(function):
         raise error(f"{setting}={path!r}: {name} is async; the function returns its values directly.")
     return function
+
+
+@functools.cache
+def _imported(path: str, setting: str) -> Callable[..., Any]:
+    """Imported once in a process: an algorithm's functions are looked up in every micro-batch."""
+    return import_function(path, setting)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from hybridflow.algorithms.correction import off_policy_metrics
+from hybridflow.algorithms.evaluation import pass_at_all_k
 from hybridflow.algorithms.filters import share_without_signal
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
@@ -62,4 +63,33 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         said = batch.flat("response_mask") if "response_mask" in batch else slice(None)
         compared = mismatch(batch.flat("rollout_log_probs")[said], batch.flat("log_probs")[said])
         found |= {f"rollout_vs_trainer/{name}": value for name, value in compared.items()}
+    return found
+
+
+def evaluation_metrics(batch: DataProto) -> dict[str, float]:
+    """What held-out prompts, answered and scored, say about the model.
+
+    Args:
+        batch: ``solved``, ``rewards``, ``group_ids`` (one label a prompt), ``responses``, ``data_source``.
+
+    Returns:
+        ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``; the accuracy of each data source
+        where there are several; with n > 1 answers to every prompt, ``evaluate/pass@k`` for k = 2, 4, ... and n, with
+        the bounds ``/low`` and ``/high`` of its 95 % bootstrap interval (pass@1 is the accuracy).
+    """
+    solved = batch["solved"].double()
+    found = {
+        "evaluate/accuracy": solved.mean().item(),
+        "evaluate/reward": batch["rewards"].double().nanmean().item(),
+        "evaluate/length": batch.lengths("responses").double().mean().item(),
+    }
+    sources = batch["data_source"].tolist()
+    if len(set(sources)) > 1:
+        for name in sorted(set(sources)):
+            found[f"evaluate/accuracy/{name}"] = solved[[s == name for s in sources]].mean().item()
+    estimates = pass_at_all_k(batch["solved"], batch["group_ids"])
+    for k, estimate in estimates.items():
+        if k > 1 and (k & (k - 1) == 0 or k == len(estimates)):
+            found |= {f"evaluate/pass@{k}": estimate.value}
+            found |= {f"evaluate/pass@{k}/low": estimate.low, f"evaluate/pass@{k}/high": estimate.high}
     return found

@@ -38,6 +38,17 @@ def aggregation_has_its_scale(facts: Facts) -> Iterator[Problem]:
 
 
 @rule("actor.loss")
+def covariances_have_room(facts: Facts) -> Iterator[Problem]:
+    loss = facts.config.actor.loss
+    if loss.cov_low >= loss.cov_high:
+        yield Problem(
+            "actor.loss.cov_low",
+            f"actor.loss.cov_low={loss.cov_low} has to be below actor.loss.cov_high={loss.cov_high}: tokens are drawn "
+            "from those in between.",
+        )
+
+
+@rule("actor.loss")
 def kl_in_the_loss_has_a_gradient(facts: Facts) -> Iterator[Problem]:
     loss = facts.config.actor.loss
     if loss.kl_coef > 0 and loss.kl_kind == "k1":

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hybridflow.algorithms.metrics import batch_metrics
+from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan
 from hybridflow.config import RunConfig
@@ -146,8 +146,8 @@ class Run:
         """Score held-out prompts under the current weights; the samples go to ``rollouts.jsonl`` as ``evaluate``.
 
         Returns:
-            ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``, and the accuracy of each
-            data source where there are several; empty where nothing is held out, or no rollout or reward is placed.
+            See :func:`hybridflow.algorithms.metrics.evaluation_metrics`; empty where nothing is held out, or no rollout
+            or reward is placed.
         """
         settings = self.config.evaluate
         prompts = self.source.held_out()
@@ -159,16 +159,7 @@ class Run:
         batch = batch.union(self.reward.score(batch))
         if self.config.tracking.rollouts_every:
             self.tracker.log_rollouts(self.step, batch, tag="evaluate")
-        solved = batch["solved"].double()
-        found = {
-            "evaluate/accuracy": solved.mean().item(),
-            "evaluate/reward": batch["rewards"].double().nanmean().item(),
-            "evaluate/length": batch.lengths("responses").double().mean().item(),
-        }
-        sources = batch["data_source"].tolist()
-        if len(set(sources)) > 1:
-            for name in sorted(set(sources)):
-                found[f"evaluate/accuracy/{name}"] = solved[[s == name for s in sources]].mean().item()
+        found = evaluation_metrics(batch)
         if settings.stop_at and found["evaluate/accuracy"] >= settings.stop_at:
             self.stop(f"evaluate.stop_at={settings.stop_at} is reached")
         return found

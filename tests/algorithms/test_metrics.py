@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.metrics import batch_metrics, mismatch
+from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, mismatch
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 
@@ -51,3 +51,36 @@ def test_groups_without_signal_are_counted_and_failed_rewards_left_out():
     assert found["reward/mean"] == pytest.approx(4 / 5)
     assert found["reward/failed"] == pytest.approx(1 / 6)
     assert found["reward/solved"] == pytest.approx(4 / 6)
+
+
+def answered(solved: list[bool], groups: list[int], sources: list[str]) -> DataProto:
+    return DataProto.from_dict(
+        tensors={
+            "solved": torch.tensor(solved),
+            "rewards": torch.tensor([float(s) for s in solved[:-1]] + [float("nan")]),
+            "group_ids": torch.tensor(groups),
+            "responses": DataProto.jagged([[1] * (1 + i) for i in range(len(solved))]),
+        },
+        non_tensors={"data_source": sources},
+    )
+
+
+def test_an_evaluation_gives_accuracy_by_source_and_pass_at_k():
+    found = evaluation_metrics(
+        answered([True, False, False, False, True, True], [0, 0, 0, 1, 1, 1], ["a"] * 3 + ["b"] * 3)
+    )
+    assert found["evaluate/accuracy"] == pytest.approx(1 / 2)
+    assert found["evaluate/accuracy/a"] == pytest.approx(1 / 3)
+    assert found["evaluate/accuracy/b"] == pytest.approx(2 / 3)
+    assert found["evaluate/reward"] == pytest.approx(2 / 5)
+    assert found["evaluate/length"] == pytest.approx(3.5)
+    # 1 and 2 of 3: pass@2 is 1 - C(2,2)/C(3,2) = 2/3 and 1; pass@3 is 1.
+    assert found["evaluate/pass@2"] == pytest.approx(5 / 6)
+    assert (found["evaluate/pass@2/low"], found["evaluate/pass@2/high"]) == pytest.approx((2 / 3, 1.0))
+    assert found["evaluate/pass@3"] == 1.0
+    assert "evaluate/pass@1" not in found
+
+
+def test_one_answer_a_prompt_has_no_pass_at_k():
+    found = evaluation_metrics(answered([True, False], [0, 1], ["a", "a"]))
+    assert set(found) == {"evaluate/accuracy", "evaluate/reward", "evaluate/length"}

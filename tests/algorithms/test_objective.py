@@ -126,6 +126,19 @@ def test_columns_are_those_of_loss_kl_and_weights():
     assert mask_column((*offered, "loss_mask")) == "loss_mask"
 
 
+def test_a_function_of_the_users_own_is_imported_once(tmp_path):
+    file = tmp_path / "counted.py"
+    file.write_text(
+        "calls = []\n"
+        "def counted(log_probs, old_log_probs, advantages, mask, config):\n"
+        "    calls.append(1)\n    return log_probs, {'calls': len(calls)}\n"
+    )
+    x, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    config = LossConfig(name=f"{file}:counted")
+    found = [objective(x, x, {"log_probs": x, "advantages": x}, mask, config, 1, 1)[1]["calls"] for _ in range(3)]
+    assert found == [1, 2, 3]
+
+
 def test_a_loss_of_the_users_own_is_the_objective(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -75,6 +75,10 @@ def test_losses_read_the_settings_of_the_table() -> None:
             "samples would be corrected twice. Set algorithm.correction.level=none",
         ),
         (
+            ["algorithm=clip_cov", "actor.loss.cov_low=5"],
+            "actor.loss.cov_low=5.0 has to be below actor.loss.cov_high=5.0: tokens are drawn from those in between.",
+        ),
+        (
             ["algorithm.kl_coef=0.1"],
             "algorithm.kl_coef=0.1 measures a KL to the reference, but roles.reference is not placed.",
         ),
