@@ -15,11 +15,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridflow.controller.process import INTERRUPT, Place
@@ -31,7 +32,7 @@ MOST_FRAMES = 10
 """Innermost frames of a stack that are shown."""
 
 _NODE_SECONDS = 5.0
-"""What a node may take to answer."""
+"""What all nodes together may take to answer."""
 
 
 def stacks(places: Sequence[Place]) -> str:
@@ -39,7 +40,7 @@ def stacks(places: Sequence[Place]) -> str:
     shown = places[:MOST_RANKS]
     parts = [
         f"rank {place.rank} ({place}) stands at\n{text}"
-        for place, text in zip(shown, _each(_stack, shown), strict=True)
+        for place, text in zip(shown, _each(_stack, shown, "    (not known: its node does not answer)"), strict=True)
     ]
     more = len(places) - len(shown)
     return "\n".join([*parts, *([f"(and {more} more ranks)"] if more else [])])
@@ -64,6 +65,8 @@ def cause_of_death(error: RayError, place: Place | None) -> str:
         largest = ", ".join(f"{gb} GB {command[:40]} (pid {pid})" for pid, gb, command in users[:3])
         most = f"; largest: {largest}" if largest else ""
         return f"its node ran out of memory ({memory[1]} used of {memory[2]}), so Ray ended it{most}"
+    if isinstance(error, ActorUnavailableError):
+        return "the connection to it was lost: its node is gone or does not answer"
     if "killed by `ray.kill`" in text:
         return "it was ended by ray.kill"
     crash = _each(_last_words, [place])[0] if place else ""
@@ -79,8 +82,8 @@ def cause_of_death(error: RayError, place: Place | None) -> str:
     return f"{why}; its log: {place.log}" if place and place.log else why
 
 
-def _each(function: Callable[[Place], str], places: Sequence[Place]) -> list[str]:
-    """The function's value for each process, found out on the process's node."""
+def _each(function: Callable[[Place], str], places: Sequence[Place], unanswered: str = "") -> list[str]:
+    """The function's value for each process, found out on its node; ``unanswered`` where that is silent or gone."""
     here = ray.get_runtime_context().get_node_id()
     task = ray.remote(num_cpus=0, max_retries=0)(function)
     asked = {
@@ -91,11 +94,12 @@ def _each(function: Callable[[Place], str], places: Sequence[Place]) -> list[str
         if place.node_id != here
     }
     found = {place.rank: function(place) for place in places if place.node_id == here}
+    deadline = time.monotonic() + _NODE_SECONDS
     for rank, ref in asked.items():
         try:
-            found[rank] = ray.get(ref, timeout=_NODE_SECONDS)
-        except RayError as error:
-            found[rank] = f"    (its node does not answer: {type(error).__name__})"
+            found[rank] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+        except RayError:
+            found[rank] = unanswered
     return [found[place.rank] for place in places]
 
 

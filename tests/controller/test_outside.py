@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from ray.exceptions import ActorDiedError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from hybridflow.controller import outside
 from hybridflow.controller.process import Place
@@ -67,6 +67,13 @@ def test_an_out_of_memory_kill_names_the_amounts_and_the_largest_users():
 )
 def test_rays_word_on_a_death_is_cut_to_one_line(message: str, cause: str):
     assert outside.cause_of_death(died(message), None) == cause
+
+
+def test_a_lost_connection_is_said_to_be_the_nodes():
+    error = ActorUnavailableError("RpcError: RPC error: Socket closed rpc_code: 14", b"\0" * 16)
+    assert outside.cause_of_death(error, Place(1, "10.0.0.2", 77, node_id="gone", log="/tmp/gone.err")) == (
+        "the connection to it was lost: its node is gone or does not answer"
+    )
 
 
 def test_the_stack_of_a_process_that_is_gone_or_without_py_spy_says_so(monkeypatch: pytest.MonkeyPatch):
