@@ -99,6 +99,7 @@ def run_ours(args: argparse.Namespace, assets: Path) -> list[float]:
         f"data.train={assets}/train.jsonl", f"data.evaluate={assets}/heldout.jsonl",
         f"data.prompts_per_step={args.prompts}", f"rollout.n={args.samples}", f"rollout.max_tokens={args.max_tokens}",
         f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",
+        "actor.loss.old_log_probs=own",  # as TRL does where a batch is used once
         "evaluate.at_start=false", "evaluate.every=0", "checkpoint.every=0", f"steps={args.steps + WARM_UP}",
         "rollout.kv_cache_gb=0.2",
     ]  # fmt: skip

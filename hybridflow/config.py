@@ -126,8 +126,9 @@ class LossConfig(Settings):
         name: ``ppo``, ``gspo``, ``gmpo``, ``cispo``, ``sapo``, ``reinforce``, ``gpg``, ``clip_cov``, ``kl_cov``,
             ``dppo_tv``, ``dppo_kl``, ``sft``, or a function of your own (``package.module:name`` or
             ``path/file.py:name``).
-        old_log_probs: the column that the ratio is taken to: ``log_probs`` (the trainer's, before its updates) or
-            ``rollout_log_probs``.
+        old_log_probs: what the ratio is taken to: ``log_probs`` (the trainer's, before its updates),
+            ``rollout_log_probs``, or ``own``: those of the update's own forward pass. With one update a step these are
+            ``log_probs``, and ``actor.log_probs`` has nothing to compute: a whole forward pass less.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: lower bound c of the loss for negative advantages (c > 1); 0 turns it off.
         tau_positive, tau_negative: temperatures of SAPO's gate for positive and negative advantages.

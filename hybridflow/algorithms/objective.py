@@ -18,8 +18,10 @@ from hybridflow.config import LossConfig
 from hybridflow.errors import ConfigError, DataError, nearest
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-OLD_LOG_PROBS = ("log_probs", "rollout_log_probs")
-"""Columns that the ratio may be taken to: the trainer's log-probabilities before its updates, or the rollout's."""
+OWN = "own"
+OLD_LOG_PROBS = ("log_probs", "rollout_log_probs", OWN)
+"""What the ratio may be taken to: the trainer's log-probabilities before its updates, the rollout's (both columns), or
+those of the update's own forward pass."""
 
 
 def mask_column(offered: Collection[str]) -> str:
@@ -38,6 +40,7 @@ def columns_of(config: LossConfig, offered: Collection[str]) -> tuple[str, ...]:
         DataError: names the column that the batch lacks.
     """
     reads = [config.old_log_probs if name == "old_log_probs" else name for name in find_loss(config.name).reads]
+    reads = [name for name in reads if name != OWN]
     reads += ["ref_log_probs"] if config.kl_coef else []
     for name in reads:
         if name not in offered:
@@ -72,9 +75,8 @@ def objective(
     loss_function = find_loss(config.name)
     nothing = torch.zeros_like(log_probs)
     extra = {name: columns[name] for name in loss_function.reads if name not in ("old_log_probs", "advantages")}
-    loss, metrics = loss_function.function(
-        log_probs, columns.get(config.old_log_probs, nothing), columns.get("advantages", nothing), mask, config, **extra
-    )
+    old = log_probs.detach() if config.old_log_probs == OWN else columns.get(config.old_log_probs, nothing)
+    loss, metrics = loss_function.function(log_probs, old, columns.get("advantages", nothing), mask, config, **extra)
     check_tokens(mask, loss=loss)
     if "loss_weights" in columns:
         loss = loss * columns["loss_weights"]

@@ -26,6 +26,33 @@ def what_is_ignored_is_said(facts: Facts) -> Iterator[Problem]:
         )
 
 
+@rule("actor", "algorithm", "data.prompts_per_step", "rollout.n")
+def own_log_probs_are_the_old_ones(facts: Facts) -> Iterator[Problem]:
+    actor, here = facts.config.actor, "actor.loss.old_log_probs"
+    if actor.loss.old_log_probs != "own":
+        return
+    if facts.updates > 1:
+        yield Problem(
+            here,
+            f"{here}='own' takes every ratio to be 1, which holds for one update a step; here are {facts.updates} = "
+            f"actor.epochs * rows / actor.mini_batch_size = {actor.epochs} * {facts.rows} / {facts.rows_per_update}. "
+            f"Set {here}=log_probs, or actor.epochs=1 and actor.mini_batch_size=0.",
+        )
+    readers = [f"actor.loss.name={actor.loss.name!r}"] if actor.loss.name in ("clip_cov", "kl_cov") else []
+    if isinstance(facts.config, RLConfig):
+        algorithm = facts.config.algorithm
+        readers += [f"algorithm.kl_coef={algorithm.kl_coef:g}"] if algorithm.kl_coef else []
+        readers += [
+            f"algorithm.correction.{name}={value!r}"
+            for name, value in (("level", algorithm.correction.level), ("reject", algorithm.correction.reject))
+            if value != "none"
+        ]
+    for reader in readers:
+        yield Problem(
+            here, f"{reader} reads the column log_probs, which {here}='own' does not make. Set {here}=log_probs."
+        )
+
+
 @rule("actor.loss")
 def aggregation_has_its_scale(facts: Facts) -> Iterator[Problem]:
     loss = facts.config.actor.loss

@@ -69,7 +69,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.recompute": ("none", "selective", "full"),
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
     "actor.loss.name": tuple(LOSS_SETTINGS),
-    "actor.loss.old_log_probs": ("log_probs", "rollout_log_probs"),
+    "actor.loss.old_log_probs": ("log_probs", "rollout_log_probs", "own"),
     "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "actor.loss.kl_kind": KL_KINDS,
     "algorithm.estimator": tuple(ESTIMATOR_SETTINGS),

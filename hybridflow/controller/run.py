@@ -108,12 +108,12 @@ class Run:
         """End a step: sync weights, evaluate, save and log, by the schedule in the config.
 
         Args:
-            metrics: what ``actor.update`` returned.
+            metrics: what ``actor.update`` returned; a name without a slash is one of ``actor/``.
             batch: everything the step produced; its columns give metrics and samples.
         """
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
         found = join_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
-        found |= {f"actor/{name}": value for name, value in metrics.items()}
+        found |= {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
         if metrics.get("update_skipped"):
             reason = "its gradient norm is not finite, or all its tokens are masked"
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")

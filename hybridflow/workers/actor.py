@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hybridflow.algorithms.objective import columns_of, mask_column, objective
+from hybridflow.algorithms.metrics import mismatch
+from hybridflow.algorithms.objective import OWN, columns_of, mask_column, objective
 from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
@@ -52,8 +53,11 @@ class ActorWorker(PolicyWorker):
             batch: jagged int64 ``prompts`` and ``responses``; ``meta_info["temperature"]`` divides the logits.
 
         Returns:
-            ``log_probs`` and ``entropy``: jagged float32, the responses' lengths.
+            ``log_probs`` and ``entropy``: jagged float32, the responses' lengths. Nothing where
+            ``actor.loss.old_log_probs`` is ``own``: the update then computes what it needs itself.
         """
+        if self.context.config.actor.loss.old_log_probs == OWN:
+            return DataProto()
         scored = self.score(batch)
         return scored and DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
 
@@ -92,12 +96,22 @@ class ActorWorker(PolicyWorker):
         if not num_tokens:
             return {"loss": 0.0, "update_skipped": 1.0}
         columns = {key: rows_of(batch, key) for key in columns_of(settings, batch.keys())}
+        compare = settings.old_log_probs == OWN and "rollout_log_probs" in batch
+        if compare:
+            columns["rollout_log_probs"] = rows_of(batch, "rollout_log_probs")
+        compared: list[torch.Tensor] = []
 
         def loss_of(
             log_probs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             padded = {key: _padded(column, micro) for key, column in columns.items()}
-            return objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
+            loss, metrics = objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
+            if compare:
+                both = torch.stack([padded["rollout_log_probs"], log_probs.detach()])[:, micro.mask].cpu()
+                compared.append(both)
+                # The mean of -log p over tokens drawn from p.
+                metrics.setdefault("entropy", -both[1].sum())
+            return loss, metrics
 
         sums, stepped = self.engine.update(
             self.cut(batch, mask, rows),
@@ -111,7 +125,13 @@ class ActorWorker(PolicyWorker):
         metrics = {
             name: total if name == "loss" else total / num_tokens for name, total in zip(sums, totals, strict=True)
         }
-        return {**metrics, **stepped}
+        return {**metrics, **stepped, **(self._compare(compared) if compare else {})}
+
+    def _compare(self, compared: list[torch.Tensor]) -> dict[str, float]:
+        """How far the rollout's log-probabilities are from the trainer's, over all replicas' tokens."""
+        mine = torch.cat(compared, dim=1) if compared else torch.empty(2, 0)
+        rollout, trainer = torch.cat(self.engine.gather_over_replicas(mine), dim=1)
+        return {f"rollout_vs_trainer/{name}": value for name, value in mismatch(rollout, trainer).items()}
 
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:

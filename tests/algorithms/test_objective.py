@@ -112,6 +112,21 @@ def test_the_ratio_is_taken_to_the_column_that_is_named():
         assert metrics["ratio"].item() == pytest.approx(ratio)
 
 
+def test_own_log_probs_as_the_old_ones_give_the_loss_and_gradient_of_the_column_of_the_same_values():
+    mask, log_probs = torch.tensor([[True, True, False]]), torch.tensor([[-1.0, -0.2, -3.0]])
+    columns = {"advantages": torch.tensor([[2.0, -1.0, 9.0]])}
+    found = []
+    for name, extra in (("log_probs", {"log_probs": log_probs}), ("own", {})):
+        leaf = log_probs.clone().requires_grad_()
+        loss, metrics = objective(leaf, leaf, columns | extra, mask, LossConfig(old_log_probs=name), 2, 1)
+        loss.backward()
+        assert leaf.grad is not None
+        found.append((loss.item(), leaf.grad.tolist(), metrics["ratio"].item()))
+    # ratio 1: the loss is -mean(advantage), its gradient -advantage / 2.
+    assert found == [(-0.5, [[-1.0, 0.5, 0.0]], 2.0)] * 2
+    assert columns_of(LossConfig(old_log_probs="own"), ("advantages",)) == ("advantages",)
+
+
 def test_columns_are_those_of_loss_kl_and_weights():
     offered = ("responses", "log_probs", "advantages", "ref_log_probs", "response_mask")
     assert columns_of(LossConfig(), offered) == ("log_probs", "advantages")

@@ -79,6 +79,16 @@ def test_losses_read_the_settings_of_the_table() -> None:
             "actor.loss.cov_low=5.0 has to be below actor.loss.cov_high=5.0: tokens are drawn from those in between.",
         ),
         (
+            ["actor.loss.old_log_probs=own", "actor.epochs=2"],
+            "actor.loss.old_log_probs='own' takes every ratio to be 1, which holds for one update a step; here are 2 = "
+            "actor.epochs * rows / actor.mini_batch_size = 2 * ",
+        ),
+        (
+            ["actor.loss.old_log_probs=own", "algorithm.correction.reject=token"],
+            "algorithm.correction.reject='token' reads the column log_probs, which actor.loss.old_log_probs='own' does "
+            "not make. Set actor.loss.old_log_probs=log_probs.",
+        ),
+        (
             ["algorithm.kl_coef=0.1"],
             "algorithm.kl_coef=0.1 measures a KL to the reference, but roles.reference is not placed.",
         ),

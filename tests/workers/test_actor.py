@@ -46,7 +46,8 @@ def batch_of(num_rows: int) -> DataProto:
         "responses": column(lambda n: torch.randint(2, VOCAB, (n,), generator=generator)),
     }
     numbers = {
-        "response_mask": column(lambda n: torch.rand(n, generator=generator) < 0.8),
+        # The first token always counts: an update without any token would be left out.
+        "response_mask": column(lambda n: (torch.rand(n, generator=generator) < 0.8) | (torch.arange(n) == 0)),
         "log_probs": column(lambda n: noise(n) - 4),
         "ref_log_probs": column(lambda n: noise(n) - 4),
         "advantages": column(noise),
@@ -114,3 +115,42 @@ def test_results_do_not_depend_on_how_rows_are_shared_and_cut(tmp_path: Path):
                 torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6, msg=f"{run}: {name}")
             torch.testing.assert_close(scored, log_probs, rtol=0, atol=2e-5)
             assert numbers == pytest.approx(metrics, rel=1e-4, abs=1e-6), run
+
+
+def own_on_rank(rank: int, world: int, model: ModelConfig) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
+    """Weights and metrics of a step with the old log_probs of a pass of their own, then with the update's."""
+    from hybridflow.algorithms.metrics import batch_metrics
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    found = []
+    for old in ("log_probs", "own"):
+        actor = ActorConfig(optimizer=OptimizerConfig(lr=0.002, eps=1e-3), loss=LossConfig(old_log_probs=old))
+        context = WorkerContext(
+            "actor", rank, ParallelLayout(dp=world), RunConfig(model=model, actor=actor), {}, "train"
+        )
+        worker = ActorWorker(context)
+        worker.setup()
+        batch = batch_of(5).select(["prompts", "responses", "advantages", "log_probs"], [])
+        batch = batch.rename("log_probs", "rollout_log_probs")
+        everything = DataProto.jagged([torch.ones(n, dtype=torch.bool) for n in batch.lengths("responses").tolist()])
+        batch = batch.union(DataProto.from_dict({"response_mask": everything}))
+        batch = batch.union(call(worker, "log_probs", batch))
+        metrics = batch_metrics(batch) | call(worker, "update", batch)
+        found.append(({name: p.clone() for name, p in worker.engine.parameters().items()}, metrics))
+    return found
+
+
+def test_an_update_with_its_own_log_probs_is_the_update_without_the_pass(tmp_path: Path):
+    model = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
+    )
+    for (weights, metrics), (own_weights, own_metrics) in run_ranks(own_on_rank, 2, 2, model):
+        for name, expected in weights.items():
+            torch.testing.assert_close(own_weights[name], expected, rtol=0, atol=1e-6, msg=name)
+        # The panel of rollout against trainer is the one that the pass gives; the entropy is an estimate.
+        panel = {name: value for name, value in metrics.items() if name.startswith("rollout_vs_trainer/")}
+        assert len(panel) >= 4
+        assert {name: own_metrics[name] for name in panel} == pytest.approx(panel, rel=1e-4)
+        assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
+        assert own_metrics["entropy"] > 0 and "entropy" not in metrics

@@ -180,6 +180,12 @@ class MegatronEngine:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.parallel.dp_group)
         return int(found)
 
+    def gather_over_replicas(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """A CPU tensor of each data-parallel rank, in their order; shapes may differ."""
+        found: list[Any] = [None] * dist.get_world_size(self.parallel.dp_group)
+        dist.all_gather_object(found, values, group=self.parallel.dp_group)
+        return found
+
     def _trained(self) -> Optimizer:
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: its weights are frozen")
