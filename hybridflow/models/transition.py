@@ -8,7 +8,8 @@ of the same plan without asking the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hybridflow.errors import ConfigError
@@ -78,8 +79,8 @@ def to_generation(spec: ModelSpec, layout: GenerationLayout, rank: int) -> Trans
         layout: of generation; it knows the training layout.
     """
     sources, targets = training_tables(spec, layout.training), generation_tables(spec, layout)
-    smallest, world = layout.transition_groups(), [list(range(layout.world_size))]
-    groups = smallest_groups([smallest, world], sources, targets)
+    smallest = layout.transition_groups()
+    groups = smallest_groups([smallest, *_blocks(layout)], sources, targets)
     if rank == 0 and layout.warning():
         log.warning("%s", layout.warning())
     if rank == 0 and groups != smallest:
@@ -90,6 +91,18 @@ def to_generation(spec: ModelSpec, layout: GenerationLayout, rank: int) -> Trans
         )
     mine = next(group for group in groups if rank in group)
     return Transition(groups, {r: sources[r] for r in mine}, {r: targets[r] for r in mine})
+
+
+def _blocks(layout: GenerationLayout) -> Iterator[Groups]:
+    """Partitions into ever larger blocks of neighbours, each of whole replicas of both layouts; the last is the world.
+
+    Experts of one layer may be spread over several data-parallel replicas of the rest, which are neighbours.
+    """
+    world = layout.world_size
+    step = math.lcm(layout.training.replica_size, layout.tp * layout.pp)
+    for size in range(step, world + 1, step):
+        if world % size == 0:
+            yield [list(range(first, first + size)) for first in range(0, world, size)]
 
 
 def between_pools(spec: ModelSpec, training: ParallelLayout, generation: GenerationLayout) -> Transition:

@@ -270,8 +270,9 @@ def _mark_shards(model: torch.nn.Module) -> None:
 
     megatron-core says so while it initialises weights, which ours are not.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         # A tied output layer on the embedding's own stage has no weight.
         if isinstance(module, SHARDED) and module.weight is not None:
             dim = 1 if isinstance(module, RowParallelLinear) else 0
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+            stride = 2 if name.endswith("linear_fc1") else 1  # gate and up, each cut by itself
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=stride)
