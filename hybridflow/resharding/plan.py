@@ -110,11 +110,6 @@ def plan_rank(
     )
 
 
-def plan_local(source: Table, target: Table) -> list[Copy]:
-    """Fill every box of ``target`` from ``source``, both in one process; raises as :func:`plan_transfers` does."""
-    return [transfer.copy for transfer in plan_transfers({0: source}, {0: target})]
-
-
 def plan_transfers(
     sources: Mapping[int, Table], targets: Mapping[int, Table], nodes: Mapping[int, int] | None = None
 ) -> list[Transfer]:

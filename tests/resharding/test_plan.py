@@ -11,7 +11,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_table
 from hybridflow.resharding.boxes import Box, ParameterBoxes
 from hybridflow.resharding.layout import ParallelLayout
-from hybridflow.resharding.plan import Copy, plan_local
+from hybridflow.resharding.plan import Copy, plan_transfers
 from hybridflow.resharding.transport import copy_local
 from tests.models.oracle import make_spec, megatron_shard, random_checkpoint, vllm_shard
 
@@ -26,6 +26,11 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def trainer_table(spec, tp=1, pp=1, rank=0):
     layout = ParallelLayout(tp=tp, pp=pp)
     return megatron_table(spec, layout, layout.coordinates(rank), padded_vocab_size(spec, tp))
+
+
+def plan_local(source, target):
+    """Both sides in one process."""
+    return [transfer.copy for transfer in plan_transfers({0: source}, {0: target})]
 
 
 def blank(shard):
