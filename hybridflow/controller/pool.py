@@ -139,7 +139,10 @@ class Failure:
     """A call that failed, as a pool remembers it.
 
     Attributes:
+        role: whose call it was.
         error: what the driver was told, or is to be told.
+        left_out: the call, where it did not run because one whose value it takes had failed.
+        because: that failure.
         ended: ranks that did not leave the call, so that their processes were ended.
         cancelled: ranks that were interrupted inside of it.
         dead: whether processes of the pool are gone.
@@ -147,12 +150,21 @@ class Failure:
         told: whether the driver has been told.
     """
 
+    role: str
     error: WorkerError
-    ended: list[int]
-    cancelled: list[int]
-    dead: bool
-    apart: bool
+    left_out: str = ""
+    because: Failure | None = None
+    ended: Sequence[int] = ()
+    cancelled: Sequence[int] = ()
+    dead: bool = False
+    apart: bool = False
     told: bool = False
+
+    def tell(self) -> None:
+        """The driver is being told, of what it came from too."""
+        self.told = True
+        if self.because is not None:
+            self.because.tell()
 
     @property
     def consequence(self) -> str:
@@ -298,7 +310,7 @@ class ResourcePool:
             call.done()  # where it has failed, that is remembered now
         with self.lock:
             self.failures = [f for f in self.failures if f.consequence or not f.told]
-            return next((f for f in self.failures if f.dead or f.error.role == role), None)
+            return next((f for f in self.failures if f.dead or f.role == role), None)
 
     def end(self, ranks: Sequence[int]) -> None:
         """End the processes of some ranks; the pool has to be started again."""

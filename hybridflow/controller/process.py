@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.controller.call import Answer, ArgumentFailed, Request, Share, arguments
 from hybridflow.controller.store import batches_in, packed
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
-from hybridflow.protocol.transfer import Payload
 from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Worker, WorkerContext
 
@@ -67,14 +67,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"pid {self.pid} on node {self.node}"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one rank says to one call: a value, or the error."""
-
-    value: Any = None
-    error: WorkerError | None = None
 
 
 class Roles(dict[str, Worker]):
@@ -171,29 +163,32 @@ class DeviceProcess:
 
         return self._answer(role, "create", None, construct)
 
-    def call(self, role: str, method: str, step: int | None, payload: Payload, wanted: bool, failures: int) -> Answer:
+    def call(self, request: Request, share: Share, *answers: Answer) -> Answer:
         """Run one method.
 
         Args:
-            wanted: whether the output is; else it stays here.
-            failures: how many failed calls of the pool the driver knew of when it queued this one. Behind one that it
-                did not know of the method does not run.
+            share: its arguments.
+            answers: of the calls whose values it takes; Ray delivers the request when they are there.
         """
+        role, method, step = request.role, request.method, request.step
         known, behind = self._failed
-        if failures <= known:
+        if request.failures <= known:
             cause = f"not run, because {behind}, queued before it, failed on this rank"
             return Answer(error=WorkerError(role, self.rank, method, step, cause))
 
         def run() -> Any:
-            args, kwargs = payload
+            args, kwargs = arguments(share, self.rank, answers)
             value = getattr(self.roles[role], method)(*args, **kwargs)
-            for batch in batches_in(payload):
+            for batch in batches_in((args, kwargs)):
                 batch.refuse_written(f"{role}.{method}")
-            return packed(value, f"{role}.{method} on rank {self.rank}") if wanted else None
+            return packed(value, f"{role}.{method} on rank {self.rank}") if request.wanted else None
 
-        answer = self._answer(role, method, step, run)
+        try:
+            answer = self._answer(role, method, step, run)
+        except ArgumentFailed as failed:
+            return Answer(error=failed.error)
         if answer.error is not None:
-            self._failed = failures, f"{role}.{method}"
+            self._failed = request.failures, f"{role}.{method}"
         return answer
 
     def close(self) -> None:
@@ -209,6 +204,8 @@ class DeviceProcess:
             finally:
                 self._inside_method = False
             return Answer(value=value)
+        except ArgumentFailed:
+            raise
         # sys.exit in a worker would end the process without a word to the driver.
         except (Exception, SystemExit, CallCancelled) as error:
             cause, text = describe_exception(error)

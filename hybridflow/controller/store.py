@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from hybridflow.controller.call import Invocation
 from hybridflow.errors import DataError
-from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.remote import Handle, Part, inline_or
-from hybridflow.protocol.serialize import pack
+from hybridflow.protocol.data import DataProto, Parcel
+from hybridflow.protocol.remote import INLINE_BYTES, Handle, Part, inline_or
+from hybridflow.protocol.serialize import PackedTensor, pack
 
 
 class Stored(Handle):
@@ -75,6 +77,27 @@ def packed(value: Any, origin: str) -> Any:
         return inline_or(lambda ready: Stored(ray.put(ready), column, origin), part)
 
     return pack(value, lambda part: part.parcel(put, origin) if isinstance(part, DataProto) else part)
+
+
+def shared(values: Sequence[Any]) -> list[Any]:
+    """Packed values by rank, each one that several ranks get, and is large, put in the store once for all of them."""
+    ready: dict[int, Any] = {}
+    for value in values:
+        if id(value) not in ready:
+            alone = sum(other is value for other in values) == 1
+            ready[id(value)] = value if alone or size_of(value) <= INLINE_BYTES else ray.put(value)
+    return [ready[id(value)] for value in values]
+
+
+def size_of(value: Any) -> int:
+    """About as many bytes as a packed value has to send: tensors, arrays, strings and bytes, below containers."""
+    if isinstance(value, (PackedTensor, Parcel, np.ndarray)):
+        return value.nbytes
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if type(value) in (list, tuple, dict):
+        return sum(size_of(part) for part in (value.values() if type(value) is dict else value))
+    return size_of((value.call.args, value.call.kwargs)) if isinstance(value, Invocation) else 0
 
 
 def batches_in(value: Any) -> Iterator[DataProto]:

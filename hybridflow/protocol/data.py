@@ -115,6 +115,7 @@ class DataProto:
 
     def _take(self, wanted: Index) -> DataProto:
         """The rows of these numbers; what is worked out for one column serves all that share its row numbers."""
+        refuse_written("rows of a batch", self._columns)
         taken: dict[int, tuple[Rows, Sequence[int]]] = {}
 
         def at(column: Column) -> Column:
@@ -372,6 +373,8 @@ class DataProto:
         if not data:
             raise DataError("concat([]): there is no part that tells the columns. Concat at least one DataProto.")
         names = common_names([part._columns for part in data])
+        for part in data:
+            part.refuse_written("concat")
         shared: dict[Any, Rows] = {}
         joined = {key: Column.concat(key, [part._columns[key] for part in data], shared) for key in names}
         return cls._of(joined, meta.merge("concat", [part.meta_info for part in data], collect_metrics=True))
@@ -487,6 +490,11 @@ class Parcel:
 
     def __init__(self, columns: dict[str, Column], meta_info: dict[str, Any]) -> None:
         self._columns, self._meta_info = columns, meta_info
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that travel along."""
+        return sum(handle.size_sent for column in self._columns.values() for handle in column.handles)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DataProto._of, (self._columns, self._meta_info)

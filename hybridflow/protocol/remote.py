@@ -56,6 +56,11 @@ class Handle:
         """Fetch many at once, where that is quicker than one by one."""
 
     @property
+    def size_sent(self) -> int:
+        """Bytes that travel with the handle."""
+        return 0
+
+    @property
     def fetched(self) -> bool:
         return self._part is not None
 
@@ -103,6 +108,10 @@ class Inline(Handle):
     def __init__(self, data: bytes) -> None:
         super().__init__()
         self.data = data
+
+    @property
+    def size_sent(self) -> int:
+        return len(self.data)
 
     def load(self) -> Part:
         return pickle.loads(self.data)
@@ -289,9 +298,8 @@ class Column:
     @property
     def was_written(self) -> bool:
         """Whether rows that another process made have been written to in place in this one."""
-        if self._block is not None and not self.is_local and version_of(self._block) != self._version:
-            return True
-        return any(handle.was_written for handle in self.handles)
+        copied = self._block is not None and not self.is_local and version_of(self._block) != self._version
+        return copied or any(handle.was_written for piece in self.pieces for handle in piece.handles)
 
     # ------------------------------------------------------------------------------------------ rows
 

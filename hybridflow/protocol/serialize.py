@@ -37,13 +37,19 @@ class PackedTensor:
     def __init__(self, tensor: torch.Tensor | Jagged) -> None:
         self.tensor = tensor
 
+    @property
+    def nbytes(self) -> int:
+        tensor = self.tensor
+        return tensor.values.nbytes + tensor.lengths.nbytes if isinstance(tensor, Jagged) else tensor.nbytes
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if isinstance(self.tensor, Jagged):
             return Jagged, (PackedTensor(self.tensor.values), PackedTensor(self.tensor.lengths))
         if is_jagged(self.tensor):
             return Jagged.nested, (PackedTensor(Jagged.of(self.tensor)),)
         tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        # A single element may keep any stride, even where the tensor is contiguous, and view() wants 1.
+        raw: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         buffer = pickle.PickleBuffer(raw) if protocol >= 5 and raw.size else raw.tobytes()
         return restore_tensor, (buffer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 

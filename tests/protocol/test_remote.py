@@ -153,11 +153,12 @@ def test_writing_in_place_to_rows_of_another_process_is_found_out():
         (through_a_part, "rewards"),
     ]:
         data = written(write)
-        for use in (lambda data=data: data.refuse_written("actor.update"), lambda data=data: sent(data)):
+        uses = (lambda b: b.refuse_written("actor.update"), sent, lambda b: b[:1], lambda b: DataProto.concat([b]))
+        for use in uses:
             with pytest.raises(
                 DataError, match=rf"column '{key}' was written to in place.*batch\['{key}'\]\.clone\(\)"
             ):
-                use()
+                use(data)
     data = sent(table())
     with pytest.raises(DataError, match=r"batch\['rewards'\] = ...: column 'rewards' was written to in place"):
         data.batch["rewards"] += 1

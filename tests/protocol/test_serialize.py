@@ -59,6 +59,7 @@ def test_whole_tables_come_back(name):
             "empty_rows": torch.zeros(2, 0, 3, dtype=torch.bfloat16),
             "transposed": torch.arange(6).reshape(3, 2).T,
             "expanded": torch.tensor([1.5]).expand(2, 3),
+            "one_element": torch.arange(12.0).reshape(4, 3)[1:2, 1].expand(2),
             "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
             "jagged": DataProto.jagged([[1.0, math.nan], []], dtype=torch.bfloat16),
         },
@@ -74,6 +75,9 @@ def test_whole_tables_come_back(name):
     assert back["empty_rows"].shape == (2, 0, 3) and back["empty_rows"].dtype == torch.bfloat16
     assert back["transposed"].tolist() == [[0, 2, 4], [1, 3, 5]]
     assert back["expanded"].tolist() == [[1.5] * 3] * 2
+    assert back["one_element"].tolist() == [4.0, 4.0] and through(data[:1])["one_element"].tolist() == [4.0]
+    strided = torch.arange(12).reshape(4, 3)[1:2, 1]
+    assert ROUND_TRIPS[name](DataProto({"x": strided}))["x"].tolist() == [4], "contiguous with a stride of 3"
     assert back["conjugated"].tolist() == [1 - 2j, -3j]
     assert back.lengths("jagged").tolist() == [2, 0] and back["jagged"].dtype == torch.bfloat16
     assert back["arrays"].shape == (2,) and back["arrays"][1][1][0].item() is True

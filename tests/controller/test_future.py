@@ -1,0 +1,159 @@
+"""Futures as arguments: device processes wait for each other, the driver for none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.data.batching import keep_groups
+from hybridflow.errors import WorkerDiedError, WorkerError
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
+from hybridflow.workers.base import register
+from tests.controller.conftest import group_on
+from tests.controller.rows import RowWorker
+
+pytestmark = pytest.mark.ray
+
+
+def add_one(batch: DataProto) -> DataProto:
+    """Runs before rows are spread, wherever that is."""
+    return DataProto({"x": batch["x"] + 1, "group": batch["x"] % 2})
+
+
+class Spreading(RowWorker):
+    @register(Protocol.DP, prepare=add_one, spread=keep_groups("group"))
+    def spread_out(self, batch: DataProto) -> DataProto:
+        return DataProto({"x": batch["x"], "rank": torch.full((len(batch),), self.context.rank)})
+
+
+@pytest.fixture(scope="module")
+def two(ray_session: str) -> Iterator[ResourcePool]:
+    with ResourcePool("two", [2], kind="cpu", cores_per_device=0.5) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def one(ray_session: str) -> Iterator[ResourcePool]:
+    with ResourcePool("one", [1], kind="cpu", cores_per_device=0.5) as started:
+        yield started
+
+
+def numbers(count: int, start: int = 0) -> DataProto:
+    return DataProto({"x": torch.arange(start, start + count)})
+
+
+def test_a_future_is_an_argument_before_it_has_a_value(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "rollout", RowWorker), group_on(one, "actor", RowWorker)
+    before = time.monotonic()
+    made = rollout.work(numbers(5), 0.5, blocking=False)
+    worked = actor.work(made, 0.0, blocking=False)
+    back = rollout.work(worked, 0.0, blocking=False)
+    assert time.monotonic() - before < 0.4, "the driver has not waited"
+    assert repr(back) == "DataFuture(rollout.work, waiting)" and not back.done()
+    with pytest.raises(WorkerError, match=r"no answer within 0.01 s from ranks \[0, 1\] of 2 .*which wait for actor.w"):
+        back.result(timeout=0.01)
+    assert back.result()["x"].tolist() == [3, 4, 5, 6, 7] and worked.result()["x"].tolist() == [2, 3, 4, 5, 6]
+    assert made.done() and back.result() is back.result()
+    assert worked.result()["clock"][0, 0] >= made.result()["clock"][:, 1].max() - 0.001
+
+
+def test_two_pools_overlap_without_threads_in_the_driver(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "generating", RowWorker), group_on(one, "training", RowWorker)
+    for group in (rollout, actor):
+        group.work(numbers(2), 0.0)
+    threads = threading.active_count()
+    generated, trained = [], []
+    for step in range(4):
+        generated.append(rollout.work(numbers(2, start=10 * step), 0.4, blocking=False))
+        trained.append(actor.work(generated[-1], 0.4, blocking=False))
+    assert threading.active_count() == threads
+    results = [future.result() for future in trained]
+    assert [found["x"].tolist() for found in results] == [[10 * step + 2, 10 * step + 3] for step in range(4)]
+    for step in range(3):
+        training, generation = results[step]["clock"][0], generated[step + 1].result()["clock"][0]
+        both = min(training[1], generation[1]) - max(training[0], generation[0])
+        assert both > 0.2, f"training of step {step} and generation of step {step + 1} ran at the same time"
+    seconds = results[-1]["clock"][0, 1] - generated[0].result()["clock"][0, 0]
+    assert seconds < 4 * 0.8 - 0.5, "4 steps took less than their parts one after another"
+
+
+def test_prepare_and_spread_run_where_the_argument_arrives(two: ResourcePool, one: ResourcePool):
+    source, spreading = group_on(one, "source", RowWorker), group_on(two, "spreading", Spreading)
+    now = spreading.spread_out(numbers(5, start=1))
+    later = spreading.spread_out(source.work(numbers(5), 0.2, blocking=False))
+    assert later["x"].tolist() == now["x"].tolist() == [2, 3, 4, 5, 6]
+    assert later["rank"].tolist() == now["rank"].tolist() and set(later["rank"].tolist()) == {0, 1}
+    again = source.work(spreading.spread_out(source.work(numbers(5), 0.2, blocking=False), blocking=False), 0.0)
+    assert again["x"].tolist() == [3, 4, 5, 6, 7], "rows that were spread out of order come back in order there too"
+
+
+def test_large_columns_and_plain_values_arrive_from_a_future(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "large_rollout", RowWorker), group_on(one, "large_actor", RowWorker)
+    made = rollout.make(numbers(6), blocking=False)
+    firsts = actor.first_of(made, key="wide", blocking=False)
+    assert firsts.result()["first"].tolist() == [0, 1, 2, 3, 4, 5]
+    seconds = actor.hang(0.2, blocking=False)
+    assert group_on(two, "plain", RowWorker).hang(0.1) == [[0.1], [0.1]] and seconds.result() == [[0.2]]
+
+
+def test_a_failure_arrives_as_the_error_of_the_call_that_failed(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "failing", RowWorker), group_on(one, "waiting", RowWorker)
+    rollout.step = 7
+    made = rollout.fail(numbers(4), 0.5, blocking=False)
+    trained = actor.work(actor.work(made, 0.0, blocking=False), 0.0, blocking=False)
+    with pytest.raises(WorkerError) as error:
+        trained.result()
+    assert (error.value.role, error.value.method, error.value.step) == ("failing", "fail", 7)
+    assert error.value.cause == "ValueError: no rows today, not even these 2" and "in fail" in error.value.traceback
+    assert actor.work(numbers(2), 0.0)["x"].tolist() == [1, 2], "the roles are whole"
+    assert rollout.work(numbers(2), 0.0)["x"].tolist() == [1, 2]
+    failed = rollout.fail(numbers(4), blocking=False)
+    failed.wait()
+    with pytest.raises(WorkerError, match="no rows today"):
+        actor.work(failed, 0.0)
+
+
+def test_a_role_whose_waiting_call_was_left_out_says_so_once(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "fails", RowWorker), group_on(one, "left_out", RowWorker)
+    made = rollout.fail(numbers(4), 0.5, blocking=False)
+    actor.work(made, 0.0, blocking=False)
+    with pytest.raises(WorkerError, match="no rows today"):
+        made.result()
+    with pytest.raises(WorkerError, match="so that left_out.work, which takes its value, did not run"):
+        actor.work(numbers(2), 0.0)
+    assert actor.work(numbers(2), 0.0)["x"].tolist() == [1, 2]
+
+
+def test_a_wrong_batch_from_a_future_is_the_error_of_the_call_that_takes_it(two: ResourcePool, one: ResourcePool):
+    source, spreading = group_on(one, "wrong", RowWorker), group_on(two, "refusing", Spreading)
+    with pytest.raises(WorkerError, match=r"refusing.spread_out failed on rank \d: DataError: no column 'x'") as error:
+        spreading.spread_out(source.first_of(DataProto({"wide": torch.zeros(3, 2)}), blocking=False))
+    assert error.value.role == "refusing"
+
+
+def test_the_time_of_a_call_begins_when_its_arguments_are_there(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "slow_source", RowWorker), group_on(one, "quick", RowWorker)
+    made = rollout.work(numbers(2), 1.5, blocking=False)
+    assert actor.work(made, 0.0, timeout=1.0)["x"].tolist() == [2, 3]
+
+
+def test_the_death_of_a_process_ends_those_that_wait_for_it_and_breaks_only_its_own_pool(one: ResourcePool):
+    actor = group_on(one, "outliving", RowWorker)
+    with ResourcePool("doomed", [1], kind="cpu", cores_per_device=0.5) as doomed:
+        made = group_on(doomed, "dying", RowWorker).work(numbers(2), 60.0, blocking=False)
+        waiting = actor.work(made, 0.0, blocking=False)
+        behind = actor.work(numbers(2), 0.0, blocking=False)
+        time.sleep(0.5)
+        os.kill(doomed.places[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="dying.work failed on rank 0: the process is gone"):
+            waiting.result()
+        assert behind.result()["x"].tolist() == [1, 2]
+        assert actor.work(numbers(2), 0.0)["x"].tolist() == [1, 2]

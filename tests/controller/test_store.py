@@ -1,0 +1,157 @@
+"""Rows in the object store: who fetches what, without a copy on one node, how long objects live, and who may write."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+
+from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.controller.store import Stored, packed, shared, size_of
+from hybridflow.errors import DataError, WorkerError
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.remote import Inline
+from tests.controller.conftest import group_on
+from tests.controller.rows import WIDE, RowWorker
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def cpu_pool(ray_session: str) -> Iterator[ResourcePool]:
+    with ResourcePool("rows", [2], kind="cpu", cores_per_device=0.5) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def maker(cpu_pool: ResourcePool) -> WorkerGroup:
+    return group_on(cpu_pool, "maker", RowWorker)
+
+
+def numbers(count: int) -> DataProto:
+    return DataProto({"x": torch.arange(count)}, meta_info={"step": 1})
+
+
+def handles(batch: DataProto, key: str) -> list:
+    return batch._columns[key].handles
+
+
+def in_store() -> tuple[int, int]:
+    """Bytes and objects in this node's shared memory, by Ray's own count."""
+    from ray._private.internal_api import node_stats
+
+    (node,) = ray.nodes()
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats
+    return stats.object_store_bytes_used, stats.num_local_objects
+
+
+def settled(at_most: int, seconds: float = 10.0) -> int:
+    """Bytes in the store once they are no more than this, or after some seconds: freed objects take a moment to go."""
+    deadline = time.monotonic() + seconds
+    while in_store()[0] > at_most and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return in_store()[0]
+
+
+def test_large_columns_stay_in_the_store_and_small_ones_come_along(maker: WorkerGroup):
+    before = settled(0)
+    made = maker.make(numbers(6))
+    assert [type(handle) for handle in handles(made, "wide")] == [Stored, Stored]
+    assert {type(handle) for key in ("tokens", "double", "name") for handle in handles(made, key)} == {Inline}
+    assert not any(handle.fetched for key in ("wide", "tokens", "name") for handle in handles(made, key))
+    assert str(made.signature("wide")) == f"dense [rows, {WIDE}] float32 on cpu"
+    assert made.meta_info == {"made_by": "make"}
+    assert in_store()[0] - before >= 6 * WIDE * 4 and in_store()[1] == 2
+    assert made["wide"][:, 7].tolist() == [0, 1, 2, 3, 4, 5] and made["double"].tolist() == [0, 2, 4, 6, 8, 10]
+    assert made["name"].tolist() == [f"row {i}" for i in range(6)]
+    assert made.lengths("tokens").tolist() == [0, 1, 2, 3, 4, 5]
+    assert maker.lengths_only(made)["length"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_are_moved_on_the_driver_and_read_by_the_workers(maker: WorkerGroup):
+    made = maker.make(numbers(6))
+    moved = DataProto.concat([made.reorder([5, 4, 3, 2, 1, 0]), made[1:3]]).repeat(2).select(["wide"], [])
+    assert maker.first_of(moved)["first"].tolist() == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0, 1, 1, 2, 2]
+    assert not any(handle.fetched for handle in handles(made, "wide")), "the driver has read none of it"
+
+
+def test_a_batch_that_is_passed_on_unread_moves_nothing(maker: WorkerGroup):
+    made = maker.make(numbers(4))
+    objects = in_store()
+    back = maker.pass_on(made)
+    assert [handle.key for handle in handles(back, "wide")] == [handle.key for handle in handles(made, "wide")]
+    assert in_store() == objects and back["wide"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_roles_of_one_process_read_the_same_memory(maker: WorkerGroup, cpu_pool: ResourcePool):
+    reader = group_on(cpu_pool, "reader", RowWorker)
+    made = maker.make(numbers(4))
+    first, second = maker.first_of(made), reader.first_of(made)
+    assert first["address"].tolist() == second["address"].tolist()
+    half = reader.first_of(made[[1, 3]][:2])  # one row of each shard, read in place: a view of the same object
+    assert half["address"].tolist() == [first["address"][0] + WIDE * 4, first["address"][2] + WIDE * 4]
+
+
+@pytest.mark.parametrize("key", ["wide", "double", "tokens"])
+def test_a_method_that_writes_to_its_argument_fails_by_name(maker: WorkerGroup, key: str):
+    made = maker.make(numbers(4))
+    with pytest.raises(WorkerError, match=rf"DataError: maker.write: column '{key}' was written to in place"):
+        maker.write(made, key)
+
+
+def test_writing_on_the_driver_is_told_when_the_batch_is_sent(maker: WorkerGroup):
+    made = maker.make(numbers(4))
+    made["double"].zero_()
+    with pytest.raises(DataError, match=r"rows of a batch: column 'double' was written to in place"):
+        maker.pass_on(made)
+    made.batch["wide"] = torch.zeros(4, 2)
+    assert maker.pass_on(made.select(["wide"], []))["wide"].tolist() == [[0, 0]] * 4
+
+
+def test_objects_go_when_the_driver_drops_its_batches(maker: WorkerGroup, cpu_pool: ResourcePool):
+    """200 steps of making, moving, reading and passing on: 100 MB in all, in a store of 200 MB that stays as it was."""
+    other = group_on(cpu_pool, "other", RowWorker)
+    gc.collect()
+    before = settled(0)
+    most = 0
+    for step in range(200):
+        batch = maker.make(numbers(4))
+        batch = batch.union(other.first_of(batch, blocking=False).result())
+        future = other.pass_on(batch.reorder([3, 2, 1, 0]), blocking=False)
+        maker.first_of(future)
+        if step % 20 == 19:
+            assert batch["wide"][3, 0] == 3
+            most = max(most, in_store()[0])
+    # Ray frees objects once a second, or a hundred at a time.
+    assert most - before < 80 * 4 * WIDE * 4, "at no time were there more than the objects of some steps"
+    del batch, future
+    assert settled(before) <= before
+
+
+def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(maker: WorkerGroup):
+    large = [torch.ones(1_000_000)]
+    ready = packed(large, "test")
+    assert size_of(ready) == 4_000_000
+    assert isinstance(shared([ready, ready])[0], ray.ObjectRef) and shared([ready, ready])[0] != shared([ready])[0]
+    assert shared([ready]) == [ready] and shared([[1, "x"]] * 2) == [[1, "x"]] * 2
+    assert maker.total(large) == [1_000_000.0, 1_000_000.0]
+
+
+def test_rows_of_a_process_that_is_gone_are_named_with_their_maker(ray_session: str, maker: WorkerGroup):
+    with ResourcePool("doomed", [1], kind="cpu", cores_per_device=0.5) as doomed:
+        made = group_on(doomed, "rollout", RowWorker).make(numbers(4))
+        os.kill(doomed.places[0].pid, signal.SIGKILL)
+        time.sleep(1.0)
+        assert made["double"].tolist() == [0, 2, 4, 6], "what came along is here"
+        message = "column 'wide' of rollout.make on rank 0 cannot be read any more: the process that made it is gone"
+        with pytest.raises(DataError, match=message):
+            made["wide"]
+        with pytest.raises(WorkerError, match=rf"maker.first_of failed on rank \d: DataError: {message}"):
+            maker.first_of(made)
