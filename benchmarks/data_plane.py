@@ -1,0 +1,224 @@
+"""What the data plane costs, against plain Ray actors that pass the same tensors by hand, in the same run.
+
+    python benchmarks/data_plane.py           # 4 + 4 workers, up to 1 GB in the object store, about two minutes
+    python benchmarks/data_plane.py --small   # an eighth of the bytes, to see that it runs
+
+Prints a table: each row a claim, the two times, their ratio and the target. Medians; the two sides take turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from plane_workers import COLUMNS, WIDTH, PlainActor
+
+from hybridflow.config import RunConfig
+from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.layout import ParallelLayout
+
+WORKERS = 4
+ROW_BYTES = len(COLUMNS) * WIDTH * 4
+MIB = 2**20
+
+Row = tuple[str, str, str, str, str, bool]
+"""What, ours, plain, ratio, target, whether it is met."""
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def once(run: Callable[[], Any]) -> float:
+    """Seconds of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def in_turn(ours: Callable[[], Any], plain: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median seconds of both, measured in turn so that a busy machine slows both."""
+    for run in (ours, plain):
+        run()
+    pairs = [(once(ours), once(plain)) for _ in range(repeats)]
+    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+
+
+def against(what: str, ours: float, plain: float, most: float) -> Row:
+    """A row that compares with plain Ray or plain torch."""
+    ratio = ours / plain
+    return what, milliseconds(ours), milliseconds(plain), f"{ratio:.2f}", f"<= {most:g}", ratio <= most
+
+
+def at_most(what: str, ours: float, most: float) -> Row:
+    """A row with a limit in seconds."""
+    return what, milliseconds(ours), "", "", f"<= {milliseconds(most)}", ours <= most
+
+
+class Plane:
+    """The groups of one side, the actors of the other, and a batch that both have made."""
+
+    def __init__(self, source: WorkerGroup, sink: WorkerGroup, makers: list[Any], readers: list[Any]) -> None:
+        self.source, self.sink, self.makers, self.readers = source, sink, makers, readers
+
+    def make(self, size: int) -> DataProto:
+        """A batch of ``size`` bytes in the processes of the source."""
+        return self.source.make(DataProto({"start": torch.arange(size // ROW_BYTES)}))
+
+    def make_plain(self, size: int) -> list[list[Any]]:
+        starts = np.array_split(np.arange(size // ROW_BYTES), WORKERS)
+        return ray.get([maker.make.remote(start) for maker, start in zip(self.makers, starts, strict=True)])
+
+    def read_plain(self, shards: list[list[Any]], columns: int = len(COLUMNS)) -> np.ndarray:
+        refs = [r.read.remote(shard[:columns]) for r, shard in zip(self.readers, shards, strict=True)]
+        return np.concatenate(ray.get(refs))
+
+
+def dispatch_seconds(plane: Plane, batch: DataProto) -> float:
+    """Seconds of the driver until a call on the batch is on its way."""
+    found = []
+    for _ in range(8):
+        start = time.perf_counter()
+        future = plane.sink.read(batch, COLUMNS[:1], blocking=False)
+        found.append(time.perf_counter() - start)
+        future.result()
+    return statistics.median(found[1:])
+
+
+def remote_rows(plane: Plane, size: int) -> list[Row]:
+    """A batch of one group is read by another."""
+    batch, shards = plane.make(size), plane.make_plain(size)
+    assert np.allclose(plane.sink.read(batch)["total"].numpy(), plane.read_plain(shards)), "both sides add up alike"
+    process = psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss
+    whole, plain = in_turn(lambda: plane.sink.read(batch)["total"], lambda: plane.read_plain(shards), 9)
+    grown = (process.memory_info().rss - before) / MIB
+    part, part_plain = in_turn(
+        lambda: plane.sink.read(batch, COLUMNS[:1])["total"], lambda: plane.read_plain(shards, 1), 9
+    )
+    label = f"{size // MIB} MiB"
+    return [
+        against(f"read {label} of another group, all columns", whole, plain, 1.15),
+        against(f"read 1 of {len(COLUMNS)} columns, against all of them", part, whole, 0.25),
+        against("    the same against plain Ray", part, part_plain, 3.0),
+        (f"driver's memory over 10 reads of {label}", f"{grown:.1f} MiB", "", "", "< 10 MiB", grown < 10),
+    ]
+
+
+def driver_rows(plane: Plane, small: int, middle: int, large: int) -> list[Row]:
+    """The driver's own time, whatever the bytes."""
+    rows = []
+    seconds = {}
+    for size in (small, middle, large):
+        batch = plane.make(size)
+        seconds[size] = dispatch_seconds(plane, batch)
+        if size == middle:
+            rows.append(at_most(f"dispatch of {size // MIB} MiB to {WORKERS} workers", seconds[size], 0.020))
+    label = f"dispatch of {large // MIB} MiB against {small // MIB} MiB"
+    rows.append(against(label, seconds[large], seconds[small], 2.0))
+    order = torch.randperm(len(batch))
+    parts = batch.chunk(WORKERS)
+    for name, run in {
+        "reorder": lambda: batch.reorder(order),
+        "repeat(8)": lambda: batch.repeat(8),
+        "chunk(4)": lambda: batch.chunk(4),
+        "concat of 4": lambda: DataProto.concat(parts),
+        "select": lambda: batch.select(list(COLUMNS[:4])),
+    }.items():
+        rows.append(
+            at_most(
+                f"{name} of {large // MIB} MiB, {len(batch)} rows",
+                statistics.median(once(run) for _ in range(9)),
+                0.010,
+            )
+        )
+    return rows
+
+
+def local_rows(size: int) -> list[Row]:
+    """Rows of the driver's own memory, against torch on the same tensors."""
+    num_rows = size // (8 * 4096 * 4)
+    tensors = {f"key_{i}": torch.randn(num_rows, 4096) for i in range(8)}
+    data = DataProto(tensors)
+
+    def dumped(batch: DataProto) -> list[pickle.PickleBuffer]:
+        buffers: list[pickle.PickleBuffer] = []
+        pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+        return buffers
+
+    assert sum(buffer.raw().nbytes for buffer in dumped(data)) == sum(t.nbytes for t in tensors.values())
+    tiny = data[: max(1, num_rows // 64)]
+    whole, part = in_turn(lambda: dumped(data), lambda: dumped(tiny), 50)
+    parts = data.chunk(4)
+    cut = [[part[key] for part in parts] for key in tensors]
+    order = torch.randperm(num_rows)
+    twice = torch.arange(num_rows).repeat_interleave(2)
+
+    def read(batch: DataProto) -> list[torch.Tensor]:
+        return [batch[key] for key in tensors]
+
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "concat of 4": (lambda: read(DataProto.concat(parts)), lambda: [torch.cat(column) for column in cut]),
+        "reorder": (lambda: read(data.reorder(order)), lambda: [t.index_select(0, order) for t in tensors.values()]),
+        "repeat(2)": (lambda: read(data.repeat(2)), lambda: [t.index_select(0, twice) for t in tensors.values()]),
+    }
+    label = f"local {size // MIB} MiB, 8 keys"
+    rows = [against(f"{label}: pickle out of band, against 1/64 of the rows", whole, part, 1.5)]
+    for name, (ours, plain) in pairs.items():
+        rows.append(against(f"{label}: {name} and reading it, against torch", *in_turn(ours, plain, 9), 1.3))
+    return rows
+
+
+def empty_rows(plane: Plane) -> list[Row]:
+    """A call that does nothing."""
+    ours, plain = in_turn(
+        plane.sink.nothing, lambda: ray.get([reader.nothing.remote() for reader in plane.readers]), 300
+    )
+    return [against(f"empty call, {WORKERS} workers", ours, plain, 1.5)]
+
+
+def show(rows: list[Row]) -> None:
+    head = ("what", "here", "plain", "ratio", "target", "")
+    lines = [head, *((*row[:5], "" if row[5] else "MISSED") for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    scale = 8 if "--small" in sys.argv else 1
+    torch.set_num_threads(1)
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
+    store = 4 * 2**30 // scale + 2**28
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(num_cpus=16, object_store_memory=store, **quiet)
+    pools = [ResourcePool(name, [WORKERS], kind="cpu", cores_per_device=0.5) for name in ("source", "sink")]
+    with pools[0], pools[1]:
+        layout, config = ParallelLayout.on(WORKERS), RunConfig(name="plane")
+        groups = [WorkerGroup(pool, pool.name, "plane_workers:PlaneWorker", layout, config) for pool in pools]
+        actors = [[PlainActor.options(num_cpus=0.5).remote() for _ in range(WORKERS)] for _ in range(2)]
+        plane = Plane(*groups, *actors)
+        rows = empty_rows(plane)
+        rows += remote_rows(plane, 256 * MIB // scale)
+        rows += driver_rows(plane, 64 * MIB // scale, 256 * MIB // scale, 1024 * MIB // scale)
+    rows += local_rows(104 * MIB // scale)
+    show(rows)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
