@@ -16,8 +16,9 @@ from ray.exceptions import RayError
 
 from hybridflow.controller.call import Invocation
 from hybridflow.errors import DataError
-from hybridflow.protocol.data import DataProto, Parcel
-from hybridflow.protocol.remote import INLINE_BYTES, Handle, Part, inline_or
+from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.parcel import INLINE_BYTES, Parcel, inline_or
+from hybridflow.protocol.remote import Handle, Part
 from hybridflow.protocol.serialize import PackedTensor, pack
 
 

@@ -39,7 +39,8 @@ from hybridflow.protocol import jagged as jag
 from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
-from hybridflow.protocol.remote import Column, Put, common_names, portable, refuse_difference
+from hybridflow.protocol.parcel import Parcel, Put, portable
+from hybridflow.protocol.remote import Column, common_names, refuse_difference
 from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers
 from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
 
@@ -480,24 +481,6 @@ class DataProto:
     def __repr__(self) -> str:
         columns = ", ".join(f"{key}: {column.signature}" for key, column in self._columns.items())
         return f"DataProto({len(self)} rows; {columns or 'no columns'}; meta_info: {list(self.meta_info)})"
-
-
-class Parcel:
-    """A DataProto as it is sent between processes: unpickles as the DataProto, whose rows stay where they are.
-
-    Pickling a DataProto itself reads all of its columns, so that the pickle can be read anywhere and at any time.
-    """
-
-    def __init__(self, columns: dict[str, Column], meta_info: dict[str, Any]) -> None:
-        self._columns, self._meta_info = columns, meta_info
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of rows that travel along."""
-        return sum(handle.size_sent for column in self._columns.values() for handle in column.handles)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DataProto._of, (self._columns, self._meta_info)
 
 
 def _of_blocks(blocks: dict[str, Block], meta_info: dict[str, Any]) -> DataProto:

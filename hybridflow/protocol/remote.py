@@ -13,7 +13,7 @@ process may be written to until they are sent, as long as nobody else derived a 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,6 @@ from hybridflow.protocol import columns as col
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged, is_jagged
 from hybridflow.protocol.rows import Rows
-from hybridflow.protocol.serialize import PackedBytes, pack
-
-INLINE_BYTES = 64 * 1024
-"""Up to this size the rows of a piece travel with the handle: cheaper than an entry in an object store."""
 
 Part = torch.Tensor | np.ndarray
 """What one handle stands for: dense rows, the values or the lengths of jagged rows, or cells."""
@@ -97,7 +93,7 @@ class Local(Handle):
         return False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a part in this process's memory is sent by portable(), which copies it")
+        raise TypeError("a part in this process's memory is sent by parcel.portable(), which copies it")
 
 
 class Inline(Handle):
@@ -176,9 +172,6 @@ class Piece:
         data, *lengths = (handle.fetch() for handle in self.handles)
         return Jagged(data, lengths[0]) if lengths else data  # type: ignore[arg-type]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Piece, (self.data, self.lengths, self.size)
-
 
 class Column:
     """Some rows of some pieces.
@@ -221,9 +214,6 @@ class Column:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Column, (self.signature, self.pieces, self.rows)
 
     @property
     def is_object(self) -> bool:
@@ -387,49 +377,3 @@ def assemble(kind: Signature, blocks: Sequence[Block], rows: Rows) -> Block:
     if rows.num_runs() > 4 * len(blocks):
         return col.take_rows(col.concat_blocks(blocks), rows.index)
     return col.concat_blocks([col.take_rows(blocks[piece], index) for piece, index in rows.runs()])
-
-
-Put = Callable[[str, Part], Handle]
-"""A handle that any process can use, for a part of the column of a name."""
-
-
-def portable(key: str, column: Column, put: Put) -> Column:
-    """The column with handles that any process can use: what is in this process's memory is given to ``put``.
-
-    Only rows that the column has are sent, each once, so a repeated prompt is sent once. Tensors are detached and moved
-    to the CPU.
-    """
-    local = [number for number, piece in enumerate(column.pieces) if piece.is_local]
-    if not local:
-        return column
-    rows, kept = column.rows.compact(local)
-    blocks = [col.take_rows(column.pieces[n].local_block(), index) for n, index in zip(local, kept, strict=True)]
-    pieces = list(column.pieces)
-    if len(local) == len(pieces):
-        pieces, rows = [_portable(key, col.concat_blocks(blocks), put)], Rows((sum(rows.sizes),), rows.index)
-    else:
-        for number, block in zip(local, blocks, strict=True):
-            pieces[number] = _portable(key, block, put)
-    kind = column.signature
-    if kind.device != "cpu":
-        kind = Signature(kind.kind, kind.dtype, kind.shape)
-    return Column(kind, tuple(pieces), rows)
-
-
-def _portable(key: str, block: Block, put: Put) -> Piece:
-    if isinstance(block, np.ndarray):
-        return Piece(put(key, block), None, len(block))
-    if isinstance(block, Jagged):
-        return Piece(put(key, block.values.detach().cpu()), put(key, block.lengths.cpu()), len(block))
-    return Piece(put(key, block.detach().cpu()), None, len(block))
-
-
-def inline_or(store: Callable[[Any], Handle], part: Part) -> Handle:
-    """A small part as :class:`Inline`; another in ``store``, which gets an object that unpickles as the part."""
-    if isinstance(part, torch.Tensor):
-        return Inline(pickle.dumps(pack(part), protocol=5)) if part.nbytes <= INLINE_BYTES else store(pack(part))
-    try:
-        data = pickle.dumps(pack(part), protocol=5)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return store(pack(part))  # cells of a class or function that only the store's own pickler knows
-    return Inline(data) if len(data) <= INLINE_BYTES else store(PackedBytes(data))

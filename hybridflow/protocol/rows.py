@@ -44,9 +44,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Rows, (self.sizes, self.index)
-
     def is_whole(self) -> bool:
         """Whether these are all rows of all pieces in order."""
         return isinstance(self.index, range) and len(self.index) == sum(self.sizes)

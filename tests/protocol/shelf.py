@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.remote import Handle, Part, inline_or
+from hybridflow.protocol.parcel import inline_or
+from hybridflow.protocol.remote import Handle, Part
 from hybridflow.protocol.serialize import pack
 
 OBJECTS: list[tuple[bytes, list[bytes]]] = []

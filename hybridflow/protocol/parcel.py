@@ -1,0 +1,130 @@
+"""How a batch travels between processes: columns as handles that both sides can use, in a table of plain tuples.
+
+Where it stands: ``controller/store.py`` makes a :class:`Parcel` of each batch among the arguments or results of a call.
+It unpickles as the batch. Invariant: rows that are in an object store stay there, and rows of this process are sent
+once, however often the batch repeats them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.protocol import columns as col
+from hybridflow.protocol.columns import Block, Signature
+from hybridflow.protocol.jagged import Jagged
+from hybridflow.protocol.remote import Column, Handle, Inline, Part, Piece
+from hybridflow.protocol.rows import Rows
+from hybridflow.protocol.serialize import PackedBytes, pack
+
+INLINE_BYTES = 64 * 1024
+"""Up to this size a part of a column travels in the message: cheaper than an entry in an object store."""
+
+Put = Callable[[str, Part], Handle]
+"""A handle that any process can use, for a part of the column of a name."""
+
+
+def portable(key: str, column: Column, put: Put) -> Column:
+    """The column with handles that any process can use: what is in this process's memory is given to ``put``.
+
+    Only rows that the column has are sent, each once, so a repeated prompt is sent once. Tensors are detached and moved
+    to the CPU.
+    """
+    local = [number for number, piece in enumerate(column.pieces) if piece.is_local]
+    if not local:
+        return column
+    rows, kept = column.rows.compact(local)
+    blocks = [col.take_rows(column.pieces[n].local_block(), index) for n, index in zip(local, kept, strict=True)]
+    pieces = list(column.pieces)
+    if len(local) == len(pieces):
+        pieces, rows = [_portable(key, col.concat_blocks(blocks), put)], Rows((sum(rows.sizes),), rows.index)
+    else:
+        for number, block in zip(local, blocks, strict=True):
+            pieces[number] = _portable(key, block, put)
+    kind = column.signature
+    if kind.device != "cpu":
+        kind = Signature(kind.kind, kind.dtype, kind.shape)
+    return Column(kind, tuple(pieces), rows)
+
+
+def _portable(key: str, block: Block, put: Put) -> Piece:
+    if isinstance(block, np.ndarray):
+        return Piece(put(key, block), None, len(block))
+    if isinstance(block, Jagged):
+        return Piece(put(key, block.values.detach().cpu()), put(key, block.lengths.cpu()), len(block))
+    return Piece(put(key, block.detach().cpu()), None, len(block))
+
+
+def inline_or(store: Callable[[Any], Handle], part: Part) -> Handle:
+    """A small part as :class:`Inline`; another in ``store``, which gets an object that unpickles as the part."""
+    if isinstance(part, torch.Tensor):
+        return Inline(pickle.dumps(pack(part), protocol=5)) if part.nbytes <= INLINE_BYTES else store(pack(part))
+    try:
+        data = pickle.dumps(pack(part), protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return store(pack(part))  # cells of a class or function that only the store's own pickler knows
+    return Inline(data) if len(data) <= INLINE_BYTES else store(PackedBytes(data))
+
+
+class Parcel:
+    """A DataProto on its way: unpickles as the DataProto, whose rows stay where they are.
+
+    Pickling a DataProto itself reads all of its columns, so that the pickle can be read anywhere and at any time.
+
+    Args:
+        columns: portable ones.
+        meta_info: packed.
+    """
+
+    def __init__(self, columns: dict[str, Column], meta_info: dict[str, Any]) -> None:
+        self._columns, self._meta_info = columns, meta_info
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that travel along."""
+        return sum(handle.size_sent for column in self._columns.values() for handle in column.handles)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_parcel, (*_table(self._columns), self._meta_info)
+
+
+def _table(columns: dict[str, Column]) -> tuple[Any, ...]:
+    """Columns as tuples, whose pickle is a fraction of the objects': row numbers, signatures, and what has which."""
+    rows: dict[int, tuple[int, Any]] = {}
+    kinds: dict[Signature, int] = {}
+    entries = []
+    for key, column in columns.items():
+        index = column.rows.index
+        place = len(rows), (column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index)
+        number, _ = rows.setdefault(id(column.rows), place)
+        kind = kinds.setdefault(column.signature, len(kinds))
+        pieces = tuple((piece.size, *map(_sent, piece.handles)) for piece in column.pieces)
+        entries.append((key, kind, number, pieces))
+    shown = [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds]
+    return [entry for _, entry in rows.values()], shown, entries
+
+
+def open_parcel(rows: list[Any], kinds: list[Any], entries: list[Any], meta_info: dict[str, Any]) -> Any:
+    """The DataProto of a parcel."""
+    from hybridflow.protocol.data import DataProto
+
+    numbers = [Rows(sizes, range(*index) if isinstance(index, tuple) else index) for sizes, index in rows]
+    signatures = [Signature(*kind) for kind in kinds]
+    columns = {
+        key: Column(signatures[kind], tuple(_piece(*piece) for piece in pieces), numbers[number])
+        for key, kind, number, pieces in entries
+    }
+    return DataProto._of(columns, meta_info)
+
+
+def _sent(handle: Handle) -> Any:
+    return handle.data if isinstance(handle, Inline) else handle
+
+
+def _piece(size: int, data: Any, lengths: Any = None) -> Piece:
+    parts = [Inline(part) if isinstance(part, bytes) else part for part in (data, lengths)]
+    return Piece(parts[0], parts[1], size)
