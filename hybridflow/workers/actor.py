@@ -151,4 +151,4 @@ class ActorWorker(PolicyWorker):
 def _padded(column: Sequence[torch.Tensor], micro: MicroBatch) -> torch.Tensor:
     """The micro-batch's rows of a column as [b, T], on its device."""
     rows = [column[i] for i in micro.rows]
-    return (pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)).to(micro.mask.device)
+    return (pad_sequence(rows, batch_first=True) if rows else column[0].new_zeros(0, 0)).to(micro.mask.device)

@@ -51,6 +51,10 @@ def batch_of(num_rows: int) -> DataProto:
         "log_probs": column(lambda n: noise(n) - 4),
         "ref_log_probs": column(lambda n: noise(n) - 4),
         "advantages": column(noise),
+        "rollout_log_probs": column(lambda n: noise(n) - 4),
+        "high_covariance": column(lambda n: noise(n) > 0.5),
+        "loss_weights": column(lambda n: noise(n).abs()),
+        "loss_mask": column(lambda n: torch.rand(n, generator=generator).index_fill(0, torch.tensor(0), 0.0) < 0.7),
     }
     return DataProto.from_dict({**tokens, **numbers}, meta_info={"step": 2, "temperature": 0.9})
 
@@ -91,28 +95,46 @@ def train_on_rank(
     return found
 
 
+# Losses and averages that know of rows, and columns of other kinds.
+LOSSES = [
+    LossConfig(name="gspo", aggregation="seq-mean-token-mean", old_log_probs="rollout_log_probs"),
+    LossConfig(name="gmpo", aggregation="seq-mean-token-sum-norm", scale=8.0),
+    LossConfig(name="kl_cov", aggregation="seq-mean-token-sum", entropy_coef=0.01),
+]
+
+
 def test_results_do_not_depend_on_how_rows_are_shared_and_cut(tmp_path: Path):
     model = ModelConfig(
         path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
     )
-    [[(start, _, _), seven, one]] = run_ranks(
-        train_on_rank, 1, 1, model, [(7, {"epochs": 0}), (7, {"micro_batch_size": 8}), (1, {})]
+    whole = {"micro_batch_size": 8}
+    [[(start, _, _), seven, one, *by_loss]] = run_ranks(
+        train_on_rank,
+        1,
+        1,
+        model,
+        [(7, {"epochs": 0}), (7, whole), (1, {}), *((7, {**whole, "loss": loss}) for loss in LOSSES)],
     )
-    weights, _, metrics = seven
-    assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 0.005
-    assert metrics["updates"] == 6
-    runs = [
-        (7, {"balance": True, "micro_batch_size": 2}),
-        (7, {"balance": False, "micro_batch_size": 1}),
-        (7, {"balance": True, "micro_batch_tokens": 16}),
+    for weights, _, metrics in (seven, *by_loss):
+        assert max((weights[name] - start[name]).abs().max().item() for name in weights) > 0.005
+        assert metrics["updates"] == 6
+    runs = {
+        (7, "balance=True micro_batch_size=2"): (seven, {"balance": True, "micro_batch_size": 2}),
+        (7, "balance=False micro_batch_size=1"): (seven, {"balance": False, "micro_batch_size": 1}),
+        (7, "balance=True micro_batch_tokens=16"): (seven, {"balance": True, "micro_batch_tokens": 16}),
         # One rank has nothing but padding: it takes part in every collective and changes nothing.
-        (1, {}),
-    ]
-    for answers in run_ranks(train_on_rank, 2, 2, model, runs):
-        for run, (found, scored, numbers) in zip(runs, answers, strict=True):
-            weights, log_probs, metrics = seven if run[0] == 7 else one
-            for name, expected in weights.items():
-                torch.testing.assert_close(found[name], expected, rtol=0, atol=2e-6, msg=f"{run}: {name}")
+        (1, "one row"): (one, {}),
+        **{
+            (7, loss.name): (expected, {"micro_batch_size": 2, "loss": loss})
+            for expected, loss in zip(by_loss, LOSSES, strict=True)
+        },
+    }
+    asked = [(rows, settings) for (rows, _), (_, settings) in runs.items()]
+    for answers in run_ranks(train_on_rank, 2, 2, model, asked):
+        for (run, (expected, _)), (found, scored, numbers) in zip(runs.items(), answers, strict=True):
+            weights, log_probs, metrics = expected
+            for name, weight in weights.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-6, msg=f"{run}: {name}")
             torch.testing.assert_close(scored, log_probs, rtol=0, atol=2e-5)
             assert numbers == pytest.approx(metrics, rel=1e-4, abs=1e-6), run
 
@@ -154,3 +176,29 @@ def test_an_update_with_its_own_log_probs_is_the_update_without_the_pass(tmp_pat
         assert {name: own_metrics[name] for name in panel} == pytest.approx(panel, rel=1e-4)
         assert own_metrics["loss"] == pytest.approx(metrics["loss"], rel=1e-4)
         assert own_metrics["entropy"] > 0 and "entropy" not in metrics
+
+
+def masked_on_rank(rank: int, model: ModelConfig) -> tuple[bool, dict[str, float]]:
+    """Whether an update of rows without a trained token has left the weights as they were, and its metrics."""
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    full = batch_of(4)
+    batch = full.select([key for key in full.keys() if key != "loss_mask"])  # noqa: SIM118
+    nothing = DataProto.jagged([torch.zeros(n, dtype=torch.bool) for n in full.lengths("responses").tolist()])
+    batch = batch.union(DataProto.from_dict({"loss_mask": nothing}))
+    config = RunConfig(model=model, actor=ActorConfig(**{**TRAINING, "mini_batch_size": 0}))
+    worker = ActorWorker(WorkerContext("actor", rank, ParallelLayout(dp=1), config, {}, "train"))
+    worker.setup()
+    before = {name: p.clone() for name, p in worker.engine.parameters().items()}
+    metrics = call(worker, "update", batch)
+    return all(torch.equal(before[name], p) for name, p in worker.engine.parameters().items()), metrics
+
+
+def test_an_update_whose_tokens_are_all_masked_is_skipped_and_counted(tmp_path: Path):
+    model = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
+    )
+    [(unchanged, metrics)] = run_ranks(masked_on_rank, 1, model)
+    assert unchanged
+    assert metrics == {"loss": 0.0, "update_skipped": 1.0, "updates": 0.0}
