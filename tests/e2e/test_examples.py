@@ -171,6 +171,9 @@ def test_the_rollout_gives_the_log_probs_of_the_trainer(grpo: Finished, straight
     # Written so that NaN or null is no pass.
     assert [row["rollout_vs_trainer/max_diff"] <= 1e-4 for row in rows] == [True] * 6
     assert all(row["rollout_vs_trainer/max_diff"] >= row["rollout_vs_trainer/mean_diff"] > 0 for row in rows)
+    for row in list(metrics_of(grpo.run_dir).values())[1:]:
+        assert row["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+        assert row["correction/rejected"] == row["correction/dropped"] == 0
 
 
 def test_before_the_first_update_the_actor_is_its_reference_and_after_it_no_longer(grpo: Finished) -> None:
