@@ -147,14 +147,16 @@ class WorkerGroup:
             distinct = {id(payload): payload for payload in dispatched[1].payloads}
             packs = {key: packed(payload, origin) for key, payload in distinct.items()}
             shares = shared([packs[id(payload)] for payload in dispatched[1].payloads])
+            if not invocation.call.args and not invocation.call.kwargs:
+                shares = [None] * self.pool.size
         answers = invocation.protocol.answers
         with self.pool.lock:
             known = self.pool.num_failures
             refs = [
                 process.call.remote(
-                    Request(self.role, name, self.step, answers(self.layout, rank), known), shares[rank], *awaited.refs
+                    [*Request(self.role, name, self.step, answers(self.layout, rank), known, share)], *awaited.refs
                 )
-                for rank, process in enumerate(self.pool.processes)
+                for rank, (process, share) in enumerate(zip(self.pool.processes, shares, strict=True))
             ]
         return DataFuture(self, invocation, refs, timeout, dispatched, awaited.calls)
 

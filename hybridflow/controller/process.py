@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.controller.call import Answer, ArgumentFailed, Request, Share, arguments
-from hybridflow.controller.store import batches_in, packed
+from hybridflow.controller.call import Answer, ArgumentFailed, Request, arguments
+from hybridflow.controller.store import Together, batches_in, packed, unshared
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.resharding.layout import Layout
@@ -163,32 +163,34 @@ class DeviceProcess:
 
         return self._answer(role, "create", None, construct)
 
-    def call(self, request: Request, share: Share, *answers: Answer) -> Answer:
+    def call(self, fields: list[Any], *answers: Answer) -> Answer:
         """Run one method.
 
         Args:
-            share: its arguments.
+            fields: of a :class:`Request`.
             answers: of the calls whose values it takes; Ray delivers the request when they are there.
         """
-        role, method, step = request.role, request.method, request.step
+        role, method, step, wanted, failures, share = Request(*fields)
         known, behind = self._failed
-        if request.failures <= known:
+        if failures <= known:
             cause = f"not run, because {behind}, queued before it, failed on this rank"
             return Answer(error=WorkerError(role, self.rank, method, step, cause))
 
         def run() -> Any:
-            args, kwargs = arguments(share, self.rank, answers)
+            args, kwargs = arguments(unshared(share), self.rank, answers)
+            batches = list(batches_in((args, kwargs)))
+            Together(batches)
             value = getattr(self.roles[role], method)(*args, **kwargs)
-            for batch in batches_in((args, kwargs)):
+            for batch in batches:
                 batch.refuse_written(f"{role}.{method}")
-            return packed(value, f"{role}.{method} on rank {self.rank}") if request.wanted else None
+            return packed(value, f"{role}.{method} on rank {self.rank}") if wanted else None
 
         try:
             answer = self._answer(role, method, step, run)
         except ArgumentFailed as failed:
             return Answer(error=failed.error)
         if answer.error is not None:
-            self._failed = request.failures, f"{role}.{method}"
+            self._failed = failures, f"{role}.{method}"
         return answer
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
 from hybridflow.protocol.parcel import Parcel, Put, portable
-from hybridflow.protocol.remote import Column, common_names, refuse_difference
+from hybridflow.protocol.remote import Column, Handle, common_names, refuse_difference
 from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers
 from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
 
@@ -117,6 +117,8 @@ class DataProto:
     def _take(self, wanted: Index) -> DataProto:
         """The rows of these numbers; what is worked out for one column serves all that share its row numbers."""
         refuse_written("rows of a batch", self._columns)
+        if isinstance(wanted, range) and len(wanted) == len(self):
+            return self._map(lambda column: column)
         taken: dict[int, tuple[Rows, Sequence[int]]] = {}
 
         def at(column: Column) -> Column:
@@ -463,6 +465,11 @@ class DataProto:
         refuse_written(where, self._columns)
         columns = {key: portable(key, column, put) for key, column in self._columns.items()}
         return Parcel(columns, serialize.pack(self.meta_info))
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Where all the rows are."""
+        return [handle for column in self._columns.values() for handle in column.handles]
 
     def refuse_written(self, where: str) -> None:
         """Raises DataError for a column that came from another process and has been written to in place."""

@@ -264,16 +264,15 @@ def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:
     num_rows = len(call.batches[0])
     padding = [max(0, size - len(chunk)) for chunk in chunks]
     rows = [
-        [*chunk, *(row % num_rows for row in range(missing))] for chunk, missing in zip(chunks, padding, strict=True)
+        [*chunk, *(row % num_rows for row in range(missing))] if missing else chunk
+        for chunk, missing in zip(chunks, padding, strict=True)
     ]
 
     def take(value: Any, chunk: int) -> Any:
         if not isinstance(value, DataProto):
             return value
         wanted = rows[chunk]
-        neighbours = wanted == list(range(wanted[0], wanted[0] + len(wanted)))
-        # Neighbours are read as a view of the caller's columns, other rows as a copy.
-        part = value[wanted[0] : wanted[0] + len(wanted)] if neighbours else value[wanted]
+        part = value[wanted.start : wanted.stop] if isinstance(wanted, range) else value[wanted]
         part.meta_info[PADDED_ROWS] = padding[chunk]
         return part
 
@@ -362,7 +361,9 @@ def _unpad(call: Call, dispatch: Dispatch, rank: int, output: DataProto) -> Data
 def _in_order(call: Call, dispatch: Dispatch, parts: Mapping[int, DataProto]) -> DataProto:
     """Outputs by rank as one, in the order of the caller's rows."""
     joined = DataProto.concat(list(parts.values()))
-    order = [row for rank in parts for row in dispatch.real_rows(rank)] if dispatch.rows else []
+    if call.spread is None or not dispatch.rows:
+        return joined
+    order = [row for rank in parts for row in dispatch.real_rows(rank)]
     if order == sorted(order):
         return joined
     times = len(joined) // len(order)

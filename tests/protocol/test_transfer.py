@@ -246,7 +246,8 @@ def test_padding_repeats_rows_from_the_front_and_is_marked():
     chunks = [args[0] for args, _ in dispatch.payloads]
     assert [chunk["x"].tolist() for chunk in chunks] == [[0, 1], [2, 0], [3, 0], [4, 0]]
     assert [chunk.meta_info["padded_rows"] for chunk in chunks] == [0, 1, 1, 1]
-    assert dispatch.rows == ([0, 1], [2, 0], [3, 0], [4, 0]) and dispatch.padded == (0, 1, 1, 1)
+    assert [list(rows) for rows in dispatch.rows] == [[0, 1], [2, 0], [3, 0], [4, 0]]
+    assert dispatch.padded == (0, 1, 1, 1)
     assert len(batch) == 5 and "padded_rows" not in batch.meta_info
 
 
