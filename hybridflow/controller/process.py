@@ -179,8 +179,8 @@ class DeviceProcess:
         def run() -> Any:
             args, kwargs = arguments(unshared(share), self.rank, answers)
             batches = list(batches_in((args, kwargs)))
-            Together(batches)
-            value = getattr(self.roles[role], method)(*args, **kwargs)
+            with Together(batches):
+                value = getattr(self.roles[role], method)(*args, **kwargs)
             for batch in batches:
                 batch.refuse_written(f"{role}.{method}")
             return packed(value, f"{role}.{method} on rank {self.rank}") if wanted else None

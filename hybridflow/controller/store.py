@@ -74,7 +74,7 @@ class Stored(Handle):
 
 class Together:
     """Objects of this node's store that came with one call. They are read in place, so to get one costs a request and
-    no bytes: who reads a second column of a batch gets the others with it, in the same request.
+    no bytes: who reads a second column of a batch gets the others with it, in the same request, while the call lasts.
     """
 
     def __init__(self, batches: Iterable[DataProto]) -> None:
@@ -82,8 +82,15 @@ class Together:
         self._handles = [handle for batch in batches for handle in batch.handles if isinstance(handle, Stored)]
         self._handles = [handle for handle in self._handles if handle.node == here]
         self._asked = 0
+
+    def __enter__(self) -> None:
         for handle in self._handles:
             handle.together = self
+
+    def __exit__(self, *_: object) -> None:
+        # Handles that knew one another would keep their objects alive until a garbage collection.
+        for handle in self._handles:
+            handle.together = None
 
     def others(self) -> list[Stored]:
         """What to get beside the parts that are asked for."""

@@ -117,8 +117,6 @@ class DataProto:
     def _take(self, wanted: Index) -> DataProto:
         """The rows of these numbers; what is worked out for one column serves all that share its row numbers."""
         refuse_written("rows of a batch", self._columns)
-        if isinstance(wanted, range) and len(wanted) == len(self):
-            return self._map(lambda column: column)
         taken: dict[int, tuple[Rows, Sequence[int]]] = {}
 
         def at(column: Column) -> Column:
