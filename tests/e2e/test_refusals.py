@@ -32,12 +32,12 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
         ["model.path='{}/no_model': no such folder."],
     ),
     "batch that does not divide": (
-        SFT,
-        ["data.prompts_per_step=5", "pools.train.devices=[2]"],
+        GRPO,
+        ["data.prompts_per_step=5", "rollout.n=2", "actor.mini_batch_size=4"],
         2,
         [
-            "data.prompts_per_step * rollout.n = 5 * 1 = 5 rows do not divide among the 2 data-parallel ranks",
-            "Set data.prompts_per_step to a multiple of 2, such as 6.",
+            "actor.mini_batch_size=4 does not divide data.prompts_per_step * rollout.n = 5 * 2 = 10 rows.",
+            "Set it to one of 1, 2, 5, 10, or to 0 for the whole batch.",
         ],
     ),
     "pool that the machine cannot hold": (

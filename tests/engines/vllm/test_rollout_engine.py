@@ -199,7 +199,7 @@ def test_a_cache_that_cannot_hold_one_sequence_is_refused(build, folders):
     [
         (ParallelLayout().generation(tp=1, pp=1), "3 blocks"),
         (ParallelLayout(pp=2).generation(tp=1, pp=2), "rollout layout tp1 pp2 cp1 dp1: an engine has no pipeline"),
-        (ParallelLayout(tp=3).generation(tp=3), "rollout tp=3 does not divide the model's num_heads=4"),
+        (ParallelLayout(tp=3).generation(tp=3), "rollout layout.tp=3 does not divide the model's num_heads=4"),
     ],
 )
 def test_a_layout_that_an_engine_cannot_have_is_refused(folders, layout, message):
