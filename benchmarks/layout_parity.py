@@ -1,7 +1,7 @@
 """Every training layout of docs/layouts.md against transformers and torch.optim.AdamW, as a Markdown table.
 
     python -m benchmarks.layout_parity                 # all of it, in worlds of 1, 2 and 4 processes
-    python -m benchmarks.layout_parity cp2 ep2         # rows whose name has one of these words
+    python -m benchmarks.layout_parity cp2 tp2         # rows whose name has one of these words
 
 Each row trains a tiny model for four updates. It prints the largest relative difference of loss and gradient norm over
 the updates, and the largest absolute difference of log-probabilities and entropies after them. It fails where one of

@@ -21,7 +21,7 @@ Object store memory usage: [- objects spillable: 0
 To see more information about memory usage on this node, use `ray logs raylet.out -ip 192.0.2.2`
 Top 10 memory users: PID\tMEM(GB)\tCOMMAND
 6193\t18.44\tray::DeviceProcess.call
-6017\t0.07\t/work/.venv/bin/python /work/examples/grpo.py model=local model.path=models/large
+6017\t0.07\t/home/.venv/bin/python /home/examples/grpo.py model=local model.path=models/large
 6109\t0.06\tray::DashboardAgent
 6051\t0.05\tray::RuntimeEnvAgent
 Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/..."""
@@ -38,7 +38,7 @@ def died(message: str) -> ActorDiedError:
 def test_an_out_of_memory_kill_names_the_amounts_and_the_largest_users():
     assert outside.cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), None) == (
         "its node ran out of memory (22.47GB used of 23.54GB), so Ray ended it; largest: "
-        "18.44 GB ray::DeviceProcess.call (pid 6193), 0.07 GB /work/.venv/bin/python /work/examples/gr (pid 6017), "
+        "18.44 GB ray::DeviceProcess.call (pid 6193), 0.07 GB /home/.venv/bin/python /home/examples/gr (pid 6017), "
         "0.06 GB ray::DashboardAgent (pid 6109)"
     )
 
