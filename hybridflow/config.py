@@ -483,3 +483,23 @@ class RLConfig(RunConfig):
 @dataclass
 class GRPOConfig(RLConfig):
     """``examples/grpo.py``."""
+
+
+@dataclass
+class DynamicSamplingConfig(Settings):
+    """Replacing groups whose answers teach nothing (``hybridflow.data.dynamic``).
+
+    Attributes:
+        by: what has to differ inside a group: ``solved`` or ``rewards``; penalties of ``algorithm`` do not count.
+        max_tries: generations of one step, the first one included.
+    """
+
+    by: str = "solved"
+    max_tries: int = 5
+
+
+@dataclass
+class DAPOConfig(GRPOConfig):
+    """``examples/dapo.py``."""
+
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridflow.config import GRPOConfig, RunConfig, SFTConfig
+from hybridflow.config import DAPOConfig, GRPOConfig, RunConfig, SFTConfig
 
-SCHEMAS: dict[str, type[RunConfig]] = {"GRPOConfig": GRPOConfig, "SFTConfig": SFTConfig}
+SCHEMAS: dict[str, type[RunConfig]] = {"GRPOConfig": GRPOConfig, "DAPOConfig": DAPOConfig, "SFTConfig": SFTConfig}
 ANY_NAME = "*"
 """Stands in a path for a name that the user chooses, such as a pool's."""
 
@@ -149,14 +149,17 @@ def expand(config: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def markdown() -> str:
-    """The tables of all settings, one for each section, common to all drivers first."""
+    """The tables of all settings, each setting once: those of all drivers first, then by the schemas that have them."""
     common = settings_of(RunConfig)
-    parts = [_section("Every driver", common)]
-    for name, schema in SCHEMAS.items():
-        own = [s for s in settings_of(schema) if s.path not in {c.path for c in common}]
-        if own:
-            parts.append(_section(f"Only `{name}`", own))
-    return "\n".join(parts)
+    listed = {s.path for s in common}
+    parts: dict[str, list[Setting]] = {"Every driver": list(common)}
+    for schema in SCHEMAS.values():
+        for s in settings_of(schema):
+            if s.path not in listed:
+                having = (name for name, other in SCHEMAS.items() if s in settings_of(other))
+                parts.setdefault("Only " + ", ".join(f"`{name}`" for name in having), []).append(s)
+                listed.add(s.path)
+    return "\n".join(_section(title, rows) for title, rows in parts.items())
 
 
 def main(arguments: list[str]) -> None:

@@ -21,9 +21,24 @@ def with_signal(scores: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return ~g.constant[g.index]
 
 
-def share_without_signal(scores: torch.Tensor, groups: torch.Tensor) -> float:
-    """Share of the groups whose valid scores are all equal: they give no advantage."""
-    return GroupScores.of(scores, groups).constant.double().mean().item()
+def group_shares(rewards: torch.Tensor, solved: torch.Tensor, groups: torch.Tensor) -> dict[str, float]:
+    """What the groups of a batch look like; answers without a reward (not finite) are left out.
+
+    Args:
+        rewards: [B] float.
+        solved: [B] bool.
+        groups: [B] int64.
+
+    Returns:
+        Shares of all groups: ``groups_without_signal``, whose rewards are all equal, so that they give no advantage;
+        ``groups_all_solved`` and ``groups_none_solved``, which a binary reward gives no signal either.
+    """
+    g = GroupScores.of(torch.where(rewards.isfinite(), solved.to(rewards.dtype), torch.nan), groups)
+    return {
+        "groups_without_signal": GroupScores.of(rewards, groups).constant.double().mean().item(),
+        "groups_all_solved": ((g.count > 0) & (g.mean == 1)).double().mean().item(),
+        "groups_none_solved": ((g.count > 0) & (g.mean == 0)).double().mean().item(),
+    }
 
 
 def without_overlong(mask: torch.Tensor, cut: torch.Tensor) -> torch.Tensor:

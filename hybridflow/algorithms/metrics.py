@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.algorithms.correction import off_policy_metrics
 from hybridflow.algorithms.evaluation import pass_at_all_k
-from hybridflow.algorithms.filters import share_without_signal
+from hybridflow.algorithms.filters import group_shares
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 
@@ -49,7 +49,8 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         found["reward/failed"] = rewards.isnan().double().mean().item()
         found["reward/solved"] = batch["solved"].double().mean().item()
     if "rewards" in batch and "group_ids" in batch:
-        found["reward/groups_without_signal"] = share_without_signal(batch["rewards"], batch["group_ids"])
+        shares = group_shares(batch["rewards"], batch["solved"], batch["group_ids"])
+        found |= {f"reward/{name}": share for name, share in shares.items()}
     if "response_mask" in batch:
         lengths = batch.lengths("response_mask").double()
         found["response/length"] = lengths.mean().item()

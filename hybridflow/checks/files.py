@@ -19,7 +19,8 @@ from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.rewards.components import SCORE, components_of
 
 KV_BLOCK_TOKENS = 32
-REWARD_METRICS = ("mean", "failed", "solved", "seconds", "groups_without_signal", "kl", "overlong_penalty", SCORE)
+GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
+REWARD_METRICS = ("mean", "failed", "solved", "seconds", "kl", "overlong_penalty", SCORE, *GROUP_METRICS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

@@ -79,6 +79,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction.bound": ("none", "truncate", "clip", "mask"),
     "algorithm.correction.reject": ("none", "token", "sequence", "geometric"),
     "data.long_prompts": ("error", "filter"),
+    "dynamic_sampling.by": ("solved", "rewards"),
     "rollout.check_sync": ("off", "sample", "full"),
 }
 IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "algorithm.kl_kind")
@@ -177,6 +178,7 @@ RANGES: dict[str, Range] = {
     "tracking.mismatch_limit": NATURAL,
     "tracking.mismatch_stop": NATURAL,
     "ray.object_store_gb": POSITIVE,
+    "dynamic_sampling.max_tries": COUNT,
     "algorithm.eps": NATURAL,
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridflow.algorithms.filters import overlong_penalty, share_without_signal, with_signal, without_overlong
+from hybridflow.algorithms.filters import group_shares, overlong_penalty, with_signal, without_overlong
 from hybridflow.errors import DataError
 
 NAN = float("nan")
@@ -15,7 +15,17 @@ def test_dynamic_sampling_keeps_whole_groups_whose_scores_differ():
     assert with_signal(SCORES, GROUPS).tolist() == [False, False, True, True] + [False] * 6
     scores = torch.tensor([1.0, NAN, 0.0])
     assert with_signal(scores, torch.zeros(3, dtype=torch.int64)).tolist() == [True] * 3
-    assert share_without_signal(SCORES, GROUPS) == pytest.approx(4 / 5)
+
+
+def test_groups_are_counted_by_what_their_answers_with_a_reward_say():
+    # Groups 0 and 2: all that could be scored are right. 3: none is. 4 could not be scored. 1 has both.
+    shares = group_shares(SCORES, SCORES == 1, GROUPS)
+    assert shares == pytest.approx(
+        {"groups_without_signal": 4 / 5, "groups_all_solved": 2 / 5, "groups_none_solved": 1 / 5}
+    )
+    # Rewards may differ where nothing is solved.
+    shares = group_shares(torch.tensor([0.1, 0.2]), torch.tensor([False, False]), torch.tensor([7, 7]))
+    assert shares == {"groups_without_signal": 0.0, "groups_all_solved": 0.0, "groups_none_solved": 1.0}
 
 
 def test_overlong_filtering_masks_rows_that_were_cut():

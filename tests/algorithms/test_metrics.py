@@ -47,7 +47,8 @@ def test_groups_without_signal_are_counted_and_failed_rewards_left_out():
         }
     )
     found = batch_metrics(batch)
-    assert found["reward/groups_without_signal"] == pytest.approx(2 / 3)
+    assert found["reward/groups_without_signal"] == found["reward/groups_all_solved"] == pytest.approx(2 / 3)
+    assert found["reward/groups_none_solved"] == 0
     assert found["reward/mean"] == pytest.approx(4 / 5)
     assert found["reward/failed"] == pytest.approx(1 / 6)
     assert found["reward/solved"] == pytest.approx(4 / 6)

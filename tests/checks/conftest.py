@@ -7,11 +7,11 @@ import pytest
 
 from hybridflow import compose
 from hybridflow.checks import Plan, check
-from hybridflow.config import GRPOConfig, SFTConfig
+from hybridflow.config import DAPOConfig, GRPOConfig, SFTConfig
 from hybridflow.errors import ConfigError
 from tests.assets import overrides_for
 
-DRIVERS = {"grpo": GRPOConfig, "sft": SFTConfig}
+DRIVERS = {"grpo": GRPOConfig, "dapo": DAPOConfig, "sft": SFTConfig}
 
 
 @pytest.fixture(scope="module")
