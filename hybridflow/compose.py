@@ -2,7 +2,7 @@
 
 Where it stands: before everything else in a driver. :func:`driver` wraps a driver's ``main``; :func:`load` is the same
 without a command line. Hydra composes YAML files over a dataclass schema; what comes out is a tree of the dataclasses
-of ``config.py``, complete and of the right types. The invariant: every mistake is one ConfigError that names the
+of ``config``, complete and of the right types. The invariant: every mistake is one ConfigError that names the
 setting and the fix, and nothing has been started when it is raised.
 """
 

@@ -1,4 +1,4 @@
-"""What the schemas of ``config.py`` say about each setting: path, type, default and meaning.
+"""What the schemas of ``config`` say about each setting: path, type, default and meaning.
 
 Read by error messages, ``--help`` and ``docs/configuration.md``, so that none of them repeats the schema. The
 invariant: every field of a schema is listed exactly once, by its path, in the schema's order.

@@ -45,7 +45,7 @@ def sources() -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """``hybridflow/data/batching.py`` lives in ``data``, ``hybridflow/config.py`` in ``config``."""
+    """``hybridflow/data/batching.py`` lives in ``data``, ``hybridflow/timing.py`` in ``timing``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] == "examples":
         return "examples"

@@ -1,27 +1,22 @@
 """The schema of every setting: typed dataclasses, set once, that Hydra fills and checks.
 
-A default stands here and nowhere else. A field without a default (``MISSING``) has to be given by the config file or on
-the command line. Cross-field rules live in ``hybridflow/checks.py``, which runs before anything starts.
+A default stands in this package and nowhere else; all schemas are offered here. A field without a default (``MISSING``)
+has to be given by the config file or on the command line. Cross-field rules live in ``hybridflow/checks``, which runs
+before anything starts.
 """
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-
-class Settings:
-    """A dataclass whose fields are set once.
-
-    ``dataclass(frozen=True)`` would say the same, but OmegaConf then refuses to merge a list into it.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__:
-            raise FrozenInstanceError(f"settings do not change during a run: {type(self).__name__}.{name}")
-        super().__setattr__(name, value)
+from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from hybridflow.config.algorithm import CorrectionConfig as CorrectionConfig
+from hybridflow.config.base import Settings
+from hybridflow.config.data import DataConfig, RewardConfig
+from hybridflow.config.data import RewardComponentConfig as RewardComponentConfig
 
 
 @dataclass
@@ -238,75 +233,6 @@ class RolloutConfig(Settings):
 
 
 @dataclass
-class RewardComponentConfig(Settings):
-    """A further function whose value is added to the reward.
-
-    Attributes:
-        function: as ``reward.function``.
-        options: keyword arguments passed to the function at each call.
-        weight: what its value is multiplied by.
-    """
-
-    function: str = MISSING
-    options: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0
-
-
-@dataclass
-class RewardConfig(Settings):
-    """How answers are scored.
-
-    Attributes:
-        function: ``package.module:name`` or ``path/file.py:name``; the built-in ones stand in ``hybridflow/rewards``.
-        options: keyword arguments passed to the function at each call.
-        components: further functions by name: reward = function + sum of weight * component. Each is logged as
-            ``reward/<name>``, the function's own value as ``reward/score``.
-        timeout: seconds one answer may take, all functions together.
-        solved_at: an answer is solved if the function's own value is at least this, where the function does not say.
-        processes: processes that score per device of the reward's pool.
-        in_flight: answers that an async function has in flight in each process.
-        max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
-    """
-
-    function: str = "hybridflow.rewards.verifiers:exact_match"
-    options: dict[str, Any] = field(default_factory=dict)
-    components: dict[str, RewardComponentConfig | None] = field(default_factory=dict)
-    timeout: float = 10.0
-    solved_at: float = 1.0
-    processes: int = 1
-    in_flight: int = 64
-    max_failed: float = 0.5
-
-
-@dataclass
-class DataConfig(Settings):
-    """Where prompts come from.
-
-    Attributes:
-        train: a file (.jsonl, .json, .parquet), a ``datasets`` folder, or ``reasoning_gym:<task>[,<task>]``.
-        evaluate: the same for held-out prompts; empty means a seeded split of ``train``.
-        evaluate_share: share of ``train`` held out where ``evaluate`` is empty.
-        options: settings of a procedural task (passed to its generator), and ``size``.
-        prompts_per_step: prompts of one training step.
-        shuffle: new order in each epoch, by the run's seed.
-        long_prompts: ``error`` or ``filter`` (dropped and counted) for prompts over ``rollout.max_prompt_tokens``.
-        system_prompt: put before rows that have no system message.
-        prompt_key, answer_key: columns of plain files that hold the prompt and the ground truth.
-    """
-
-    train: str = MISSING
-    evaluate: str = ""
-    evaluate_share: float = 0.1
-    options: dict[str, Any] = field(default_factory=dict)
-    prompts_per_step: int = 16
-    shuffle: bool = True
-    long_prompts: str = "error"
-    system_prompt: str = ""
-    prompt_key: str = "prompt"
-    answer_key: str = "ground_truth"
-
-
-@dataclass
 class EvaluateConfig(Settings):
     """Evaluation on held-out prompts.
 
@@ -377,70 +303,6 @@ class RayConfig(Settings):
 
 
 @dataclass
-class CorrectionConfig(Settings):
-    """Weights for samples of another policy than the trainer's (``hybridflow.algorithms.correction``).
-
-    Attributes:
-        level: ratio train / rollout per ``token``, or one a sequence: the product (``sequence``) or the geometric mean
-            (``geometric``) of its tokens'; ``none`` weighs nothing.
-        bound: ``truncate`` (at ``high``), ``clip`` (at both bounds), ``mask`` (weight 0 outside of them) or ``none``.
-        low, high: bounds of the weights.
-        reject: take whole sequences out of the loss whose ratio (``sequence``, ``geometric``, or that of any ``token``)
-            is outside of its bounds; ``none`` rejects nothing.
-        reject_low, reject_high: bounds of the rejection.
-    """
-
-    level: str = "none"
-    bound: str = "truncate"
-    low: float = 0.0
-    high: float = 2.0
-    reject: str = "none"
-    reject_low: float = 0.5
-    reject_high: float = 2.0
-
-
-@dataclass
-class AlgorithmConfig(Settings):
-    """From rewards to advantages (``hybridflow.algorithms.advantages`` and ``step``; formulas: docs/algorithms.md).
-
-    Attributes:
-        estimator: ``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``opo``, ``gpg``,
-            ``maxrl``, ``pass_at_k``, ``gae``, ``remax``, ``grpo_stepwise``, ``distill``, or a function of your own
-            (``package.module:name`` or ``path/file.py:name``).
-        normalize_std: divide by the group's standard deviation (false: Dr. GRPO).
-        eps: added to the standard deviation.
-        single: advantage of a group of one: ``zero``, or ``raw`` for its score.
-        gamma: discount of ``gae`` and ``reinforce_plus_plus``.
-        lam: lambda of ``gae``.
-        whiten: whiten the advantages of ``gae``.
-        k: answers drawn in ``pass_at_k``.
-        options: keyword arguments for an estimator of your own.
-        kl_coef: weight of the KL to the reference in the reward; above 0 needs the role ``reference``.
-        kl_kind: its estimator, as ``actor.loss.kl_kind``.
-        overlong_filter: keep responses that were cut at ``rollout.max_tokens`` out of the loss (DAPO).
-        overlong_buffer: tokens before ``rollout.max_tokens`` over which a penalty for length grows from 0 (DAPO); 0
-            turns it off.
-        overlong_penalty: the penalty at ``rollout.max_tokens``.
-    """
-
-    estimator: str = "grpo"
-    normalize_std: bool = True
-    eps: float = 1e-6
-    single: str = "zero"
-    gamma: float = 1.0
-    lam: float = 1.0
-    whiten: bool = True
-    k: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    kl_coef: float = 0.0
-    kl_kind: str = "k1"
-    overlong_filter: bool = False
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-
-
-@dataclass
 class RunConfig(Settings):
     """What every driver has in common.
 
@@ -483,19 +345,6 @@ class RLConfig(RunConfig):
 @dataclass
 class GRPOConfig(RLConfig):
     """``examples/grpo.py``."""
-
-
-@dataclass
-class DynamicSamplingConfig(Settings):
-    """Replacing groups whose answers teach nothing (``hybridflow.data.dynamic``).
-
-    Attributes:
-        by: what has to differ inside a group: ``solved`` or ``rewards``; penalties of ``algorithm`` do not count.
-        max_tries: generations of one step, the first one included.
-    """
-
-    by: str = "solved"
-    max_tries: int = 5
 
 
 @dataclass

@@ -1,0 +1,79 @@
+"""Settings of data: where prompts come from, and how answers are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from hybridflow.config.base import Settings
+
+
+@dataclass
+class DataConfig(Settings):
+    """Where prompts come from.
+
+    Attributes:
+        train: a file (.jsonl, .json, .parquet), a ``datasets`` folder, or ``reasoning_gym:<task>[,<task>]``.
+        evaluate: the same for held-out prompts; empty means a seeded split of ``train``.
+        evaluate_share: share of ``train`` held out where ``evaluate`` is empty.
+        options: settings of a procedural task (passed to its generator), and ``size``.
+        prompts_per_step: prompts of one training step.
+        shuffle: new order in each epoch, by the run's seed.
+        long_prompts: ``error`` or ``filter`` (dropped and counted) for prompts over ``rollout.max_prompt_tokens``.
+        system_prompt: put before rows that have no system message.
+        prompt_key, answer_key: columns of plain files that hold the prompt and the ground truth.
+    """
+
+    train: str = MISSING
+    evaluate: str = ""
+    evaluate_share: float = 0.1
+    options: dict[str, Any] = field(default_factory=dict)
+    prompts_per_step: int = 16
+    shuffle: bool = True
+    long_prompts: str = "error"
+    system_prompt: str = ""
+    prompt_key: str = "prompt"
+    answer_key: str = "ground_truth"
+
+
+@dataclass
+class RewardComponentConfig(Settings):
+    """A further function whose value is added to the reward.
+
+    Attributes:
+        function: as ``reward.function``.
+        options: keyword arguments passed to the function at each call.
+        weight: what its value is multiplied by.
+    """
+
+    function: str = MISSING
+    options: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass
+class RewardConfig(Settings):
+    """How answers are scored.
+
+    Attributes:
+        function: ``package.module:name`` or ``path/file.py:name``; the built-in ones stand in ``hybridflow/rewards``.
+        options: keyword arguments passed to the function at each call.
+        components: further functions by name: reward = function + sum of weight * component. Each is logged as
+            ``reward/<name>``, the function's own value as ``reward/score``.
+        timeout: seconds one answer may take, all functions together.
+        solved_at: an answer is solved if the function's own value is at least this, where the function does not say.
+        processes: processes that score per device of the reward's pool.
+        in_flight: answers that an async function has in flight in each process.
+        max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
+    """
+
+    function: str = "hybridflow.rewards.verifiers:exact_match"
+    options: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, RewardComponentConfig | None] = field(default_factory=dict)
+    timeout: float = 10.0
+    solved_at: float = 1.0
+    processes: int = 1
+    in_flight: int = 64
+    max_failed: float = 0.5
