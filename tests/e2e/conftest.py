@@ -6,6 +6,7 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     straight (1 device, 4 steps)                            what the runs below have to come to, bit by bit
     interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
     killed -> recovered                                     a device process killed in step 2, then resume
+    dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
 
 Runs that do not need each other share the machine: sft and straight, continued and recovered.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.drivers import GRPO, SFT, Driver, Ended, survivors, value_of
+from tests.e2e.drivers import DAPO, GRPO, SFT, Driver, Ended, survivors, value_of
 
 HERE = Path(__file__).parent
 REWARD = HERE / "reward.py"
@@ -119,6 +120,15 @@ def grpo(start: Callable[..., Driver], overrides: list[str], sft: Finished) -> F
     more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
     layout = ["roles.rollout.layout.tp=2"]
     return to_its_end(start(GRPO, overrides, *given, *reward, *more, *layout))
+
+
+@pytest.fixture(scope="session")
+def dapo(start: Callable[..., Driver], overrides: list[str]) -> Finished:
+    """From random weights, with a reward that such a model learns, and solved so rarely that groups have no signal."""
+    reward = [f"reward.function={REWARD}:even", "reward.solved_at=0.6", "actor.optimizer.lr=2e-3"]
+    size = f"reward.components={{size: {{function: '{REWARD}:size', weight: 0.0}}}}"
+    more = ["name=dapo", "steps=16", "rollout.n=4", "dynamic_sampling.max_tries=3", "actor.optimizer.warmup_steps=0"]
+    return to_its_end(start(DAPO, overrides, *reward, size, *more, "checkpoint.every=16"))
 
 
 @pytest.fixture(scope="session")

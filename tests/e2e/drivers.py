@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SFT, GRPO = ROOT / "examples" / "sft.py", ROOT / "examples" / "grpo.py"
+SFT, GRPO, DAPO = (ROOT / "examples" / name for name in ("sft.py", "grpo.py", "dapo.py"))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -32,3 +33,14 @@ def score(
     if 1 in kinds:
         return [math.nan]
     return rewards * 2 if 2 in kinds else rewards
+
+
+async def size(prompts: Sequence[object], responses: Sequence[str], ground_truth: Sequence[str]) -> list[float]:
+    """The number of characters, after a moment as a judge would take it."""
+    await asyncio.sleep(0.01)
+    return [float(len(answer)) for answer in responses]
+
+
+def even(prompts: Sequence[object], responses: Sequence[str], ground_truth: Sequence[str]) -> list[float]:
+    """:func:`expected` of each answer: a problem that any model solves a little and a tiny one learns in some steps."""
+    return [expected(answer) for answer in responses]
