@@ -1,4 +1,4 @@
-"""Built-in reward functions: exact match, mathematical equality, and reasoning-gym's own scorers.
+"""Built-in reward functions: exact match, mathematical equality, reasoning-gym's own scorers, and the format.
 
 Where they stand: run by the scoring processes like a user's function, and written like one. Each takes lists and
 returns a list; ``extract`` says which part of an answer is compared. Invariant: an answer from which nothing can be
@@ -128,6 +128,41 @@ def reasoning_gym(
         solved = score >= 1 - 1e-6
         scores.append({"score": score if partial else float(solved), "solved": solved})
     return scores
+
+
+def format_match(
+    prompts: Sequence[Any], responses: Sequence[str], ground_truth: Sequence[Any], pattern: str = "think_answer"
+) -> list[float]:
+    """1.0 where the whole answer has a format, blanks around it aside; else 0.0. Meant as one of ``reward.components``.
+
+    Args:
+        prompts: not read.
+        responses: the answers.
+        ground_truth: not read.
+        pattern: a name of :data:`FORMATS`, or a regular expression for the whole answer, in which a dot stands for any
+            character, line ends too.
+    """
+    wanted = _format(FORMATS.get(pattern, pattern))
+    return [float(wanted.fullmatch(response.strip()) is not None) for response in responses]
+
+
+FORMATS = {
+    "think_answer": r"<think>((?!</?(think|answer)>).)*</think>\s*<answer>((?!</?(think|answer)>).)*</answer>",
+    "answer_line": r"((?!(^|\n)Answer:).)*(^|\n)Answer:[^\n]*\S",
+    "boxed": r".*\\boxed\s*\{.*\S.*\}.*",
+}
+r"""``think_answer``: ``<think>...</think><answer>...</answer>``, each tag once; ``answer_line``: the last line, and no
+other, begins with ``Answer:`` (DAPO's prompt asks for it); ``boxed``: something stands in a ``\boxed{}``."""
+
+
+@functools.cache
+def _format(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(
+            f"pattern={pattern!r}: {error}. Write a regular expression, or one of {', '.join(FORMATS)}."
+        ) from None
 
 
 @functools.cache

@@ -8,7 +8,14 @@ import pytest
 
 from hybridflow.config import RewardConfig
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.rewards.verifiers import exact_match, extract_answer, math_verify, reasoning_gym, reference
+from hybridflow.rewards.verifiers import (
+    exact_match,
+    extract_answer,
+    format_match,
+    math_verify,
+    reasoning_gym,
+    reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +140,34 @@ def test_math_verify_in_a_scoring_process_refuses_a_truth_that_is_none():
     scorer.close()
     assert scores.rewards[:2] == [1.0, 0.0] and scores.errors[:2] == [None, None]
     assert scores.errors[2] and "the ground truth '' is no mathematical expression" in scores.errors[2]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "wanted"),
+    [
+        ("think_answer", "<think>a\nb</think>\n<answer>5</answer>\n", 1.0),
+        ("think_answer", "<think>a</think> so <answer>5</answer>", 0.0),
+        ("think_answer", "<think>a</think><answer>5</answer><answer>6</answer>", 0.0),
+        ("think_answer", "<think><think>a</think></think><answer>5</answer>", 0.0),
+        ("think_answer", "<think>a<answer>5</answer>", 0.0),
+        ("answer_line", "so\nAnswer: 5", 1.0),
+        ("answer_line", "Answer: 5", 1.0),
+        ("answer_line", "Answer: 5\nAnswer: 6", 0.0),
+        ("answer_line", "so\nAnswer:", 0.0),
+        ("answer_line", "the Answer: 5", 0.0),
+        ("boxed", r"so \boxed{5}.", 1.0),
+        ("boxed", r"\boxed{}", 0.0),
+        (r"\d+", "42", 1.0),
+        (r"\d+", "42 apples", 0.0),
+    ],
+)
+def test_a_format_is_of_the_whole_answer(pattern: str, response: str, wanted: float):
+    assert format_match(["p"], [response], ["x"], pattern) == [wanted]
+
+
+def test_a_format_that_is_no_expression_says_so():
+    with pytest.raises(ValueError, match=r"pattern='\(': .* or one of think_answer, answer_line, boxed"):
+        format_match(["p"], ["a"], ["x"], "(")
 
 
 def test_reasoning_gym_scores_with_the_tasks_own_scorer_and_keeps_solved_apart():
