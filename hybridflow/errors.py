@@ -45,6 +45,31 @@ class RewardError(HybridFlowError, RuntimeError):
     """A reward function cannot be used at all (a single failing answer is counted, not raised)."""
 
 
+class PhaseError(HybridFlowError, RuntimeError):
+    """A device process could not change between training and generation.
+
+    Args:
+        state: where the change has stopped.
+        cause: one line, ``TypeName: message``.
+        again: whether the attempt before stopped at the same place.
+    """
+
+    def __init__(self, state: str, cause: str, again: bool = False) -> None:
+        super().__init__(state, cause, again)
+        self.state, self.cause, self.again = state, cause, again
+
+    def __str__(self) -> str:
+        fix = (
+            "It stopped there the last time too: start again from the last checkpoint"
+            if self.again
+            else "The next call goes on from there. If it is memory that is missing, start again"
+        )
+        return (
+            f"stopped while {self.state}: {self.cause}. {fix} with a smaller rollout.kv_cache_gb, smaller "
+            f"micro-batches or more in memory.offload."
+        )
+
+
 class WorkerError(HybridFlowError, RuntimeError):
     """A method of a role raised in a device process.
 

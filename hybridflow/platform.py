@@ -45,6 +45,13 @@ class Platform:
             used["peak"] = torch.cuda.max_memory_allocated()
         return used
 
+    def used(self) -> int:
+        """Bytes that a phase is weighed by: of a GPU all that is taken on it, of a CPU what this process holds."""
+        if self.is_cuda:
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        return self.memory()["rss"]
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()

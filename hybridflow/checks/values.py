@@ -86,6 +86,9 @@ IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "a
 """Names that may also be a function of the user's own, ``package.module:name`` or ``path/file.py:name``."""
 
 
+OFFLOADS = ("gradients", "optimizer", "parameters", "reference")
+
+
 @dataclass(frozen=True)
 class Range:
     """The numbers a setting may take; NaN and infinity never."""
@@ -213,6 +216,9 @@ def names_are_known(facts: Facts) -> Iterator[Problem]:
         for path, value in present(facts.config, pattern):
             if value not in known and not (pattern in IMPORTABLE and ":" in value):
                 yield Problem(path, f"{path}={value!r} is not known.{nearest(value, known)}")
+    for kind in facts.config.memory.offload:
+        if kind not in OFFLOADS:
+            yield Problem("memory.offload", f"memory.offload: {kind!r} is not known.{nearest(kind, OFFLOADS)}")
     for name in facts.config.tracking.trackers:
         path = "tracking.trackers"
         if name not in SINKS:

@@ -233,6 +233,24 @@ class RolloutConfig(Settings):
 
 
 @dataclass
+class MemoryConfig(Settings):
+    """What leaves a device while actor and rollout take turns on it. Without effect where they have pools of their own.
+
+    Attributes:
+        offload: what is not in memory while the rollout generates: ``gradients``; ``optimizer`` (moments and float32
+            copies); ``parameters`` of the actor; ``reference``, its weights. Gradients are dropped, and parameters are
+            taken back from the rollout's weights where these hold all of them; everything else waits in the host's
+            memory, or in a file where the device is a CPU.
+        keep_rollout: the rollout's weights and KV cache stay in memory while the actor trains.
+        folder: where files of offloaded memory go; empty is the system's folder for temporary files.
+    """
+
+    offload: list[str] = field(default_factory=lambda: ["gradients", "parameters"])
+    keep_rollout: bool = False
+    folder: str = ""
+
+
+@dataclass
 class EvaluateConfig(Settings):
     """Evaluation on held-out prompts.
 
@@ -323,6 +341,7 @@ class RunConfig(Settings):
     data: DataConfig = field(default_factory=DataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

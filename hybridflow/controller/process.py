@@ -25,6 +25,7 @@ from hybridflow.controller.call import Answer, ArgumentFailed, Request, argument
 from hybridflow.controller.store import Together, batches_in, packed, unshared
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
+from hybridflow.resharding.hybrid import Phases
 from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Worker, WorkerContext
 
@@ -106,6 +107,7 @@ class DeviceProcess:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         torch.set_num_threads(num_threads)
         self.roles = Roles(pool)
+        self.phases = Phases(platform.used, platform.release_cache)
         self.peers = MappingProxyType(self.roles)
         self._store: TCPStore | None = None
         self._inside_method = False
@@ -158,7 +160,7 @@ class DeviceProcess:
         """Construct the worker of a role; ``worker`` is a class or ``"package.module:Class"``."""
 
         def construct() -> None:
-            context = WorkerContext(role, self.rank, layout, config, self.peers, self.pool, self.platform)
+            context = WorkerContext(role, self.rank, layout, config, self.peers, self.pool, self.platform, self.phases)
             self.roles[role] = load_class(worker)(context)
 
         return self._answer(role, "create", None, construct)

@@ -19,6 +19,7 @@ from hybridflow.algorithms.objective import OWN, columns_of, mask_column, object
 from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
+from hybridflow.resharding.hybrid import TRAINING
 from hybridflow.workers.base import register
 from hybridflow.workers.policy import PolicyWorker, rows_of
 
@@ -74,6 +75,7 @@ class ActorWorker(PolicyWorker):
             ``grad_norm``, ``lr``, ``update_skipped`` (also where all tokens of a mini-batch are masked), ``updates``.
             Ranks without the model's last pipeline stage know the last four alone.
         """
+        self.context.phases.enter(TRAINING)
         config, meta = self.context.config, batch.meta_info
         here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
         place = {row: at for at, row in enumerate(here)}
@@ -138,6 +140,7 @@ class ActorWorker(PolicyWorker):
         """Write weights (``folder/model``, a Hugging Face folder), optimizer state and counters."""
         from hybridflow.engines.megatron import checkpoint
 
+        self.context.phases.enter(TRAINING)
         checkpoint.save(self.engine, folder, self.context.config.model)
 
     @register(Protocol.ONE_TO_ALL)
@@ -145,6 +148,7 @@ class ActorWorker(PolicyWorker):
         """Continue from what :meth:`save` wrote."""
         from hybridflow.engines.megatron import checkpoint
 
+        self.context.phases.enter(TRAINING)
         checkpoint.load(self.engine, folder)
 
 

@@ -17,6 +17,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.platform import Platform, current
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import UNEVEN, Protocol, transfer_protocol
+from hybridflow.resharding.hybrid import Phases
 from hybridflow.resharding.layout import Coordinates, Layout
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class WorkerContext:
         peers: live view of all roles of this process by name, this one included.
         pool: name of the pool.
         platform: what the process computes on; the CPU in pools of ``kind: cpu``.
+        phases: training and generation by turns, one object for all roles of this process.
     """
 
     role: str
@@ -106,6 +108,7 @@ class WorkerContext:
     peers: Mapping[str, Worker]
     pool: str
     platform: Platform = field(default_factory=current)
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def coordinates(self) -> Coordinates:

@@ -6,16 +6,19 @@ order they came; data-parallel ranks run the same number of micro-batches, becau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybridflow.config import OptimizerConfig
 from hybridflow.data.batching import even_out, micro_batches
+from hybridflow.engines.megatron import offload
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.hybrid import TRAINING, Part, Slot
 from hybridflow.resharding.layout import training_of
 from hybridflow.workers.base import Worker
 
@@ -46,6 +49,23 @@ class PolicyWorker(Worker):
             sequence_parallel=config.actor.sequence_parallel,
             recompute=config.actor.recompute,
         )
+        self._add_parts()
+
+    def _add_parts(self) -> None:
+        """What of this model leaves the memory while the rollout generates; the actor's parameters are the rollout's
+        own matter, see :class:`hybridflow.workers.sync.Handover`."""
+        memory, role = self.context.config.memory, self.context.role
+        moves: dict[str, tuple[Slot, Callable[[MegatronEngine], Iterable[torch.Tensor]], bool]] = {}
+        if self.engine.optimizer is None:
+            moves["reference"] = Slot.FROZEN, offload.parameters, True
+        else:
+            moves["gradients"] = Slot.GRADIENTS, offload.gradients, False
+            moves["optimizer"] = Slot.OPTIMIZER, offload.optimizer_state, True
+        for kind in memory.offload:
+            if kind in moves:
+                slot, tensors, kept = moves[kind]
+                part = offload.Offload(partial(tensors, self.engine), kept=kept, folder=memory.folder)
+                self.context.phases.add(Part(f"{role}.{kind}", slot, part.release, part.restore))
 
     def cut(self, batch: DataProto, mask: str | None, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.
@@ -77,6 +97,7 @@ class PolicyWorker(Worker):
 
         None on ranks without the model's last pipeline stage, whose answer nobody collects.
         """
+        self.context.phases.enter(TRAINING)
         micros = self.cut(batch, mask=None)
         answers = self.engine.log_probs(micros, float(batch.meta_info.get("temperature", 1.0)))
         if not self.engine.answers:

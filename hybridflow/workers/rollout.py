@@ -6,7 +6,8 @@ together.
 
 Invariants: the random draws of a row depend on the run's seed, the step, its ``sample_ids`` and the tag alone, so that
 the same run gives the same responses on any number of devices; a prompt is never cut; a sync of version v makes every
-later response carry ``weight_version`` v.
+later response carry ``weight_version`` v, until the next sync. Weights and KV cache are in memory only in the phase
+that generates, which :meth:`RolloutWorker.sync_weights` and :meth:`RolloutWorker.generate` enter.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numpy as np
 import torch
 
 from hybridflow.config import SamplingConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import Max, Sum
 from hybridflow.protocol.transfer import Protocol
+from hybridflow.resharding.hybrid import GENERATION, TRAINING, Part, Slot
 from hybridflow.resharding.layout import GenerationLayout, generation_of
 from hybridflow.workers.base import Worker, register
 from hybridflow.workers.sync import WeightSync
@@ -54,8 +56,9 @@ class RolloutWorker(Worker):
     def setup(self) -> None:
         from hybridflow.engines.vllm.engine import RolloutEngine
 
-        config = self.context.config
+        config, phases = self.context.config, self.context.phases
         spec = ModelSpec.from_folder(config.model.path)
+        phases.enter(GENERATION)  # the actor makes room while the engine is built
         self.engine = RolloutEngine(
             folder=config.model.path,
             spec=spec,
@@ -64,8 +67,52 @@ class RolloutWorker(Worker):
             valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
             layout=self.layout,
+            releasable=not config.memory.keep_rollout,
         )
         self._sync: WeightSync | None = None
+        # What the engine should hold, and what it holds: the version, and the actor's count of changes then.
+        self._wanted: tuple[int, int] | None = None
+        self._held: tuple[int, int] | None = None
+        self._report: dict[str, float] = {}
+        if "actor" in self.context.peers:
+            actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
+            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, config.rollout)
+            self._add_parts(self._sync)
+        phases.enter(TRAINING)
+
+    def _add_parts(self, sync: WeightSync) -> None:
+        """The engine and the actor take turns in memory."""
+        phases, role, memory = self.context.phases, self.context.role, self.context.config.memory
+        phases.add(Part(f"{role}.weights", Slot.ROLLOUT_WEIGHTS, self._release_weights, self._restore_weights))
+        if not memory.keep_rollout:
+            cache = self.engine.memory
+            phases.add(Part(f"{role}.kv_cache", Slot.KV_CACHE, cache.release_kv_cache, cache.restore_kv_cache))
+        if "parameters" in memory.offload:
+            parameters = sync.offload_parameters(memory.folder)
+            phases.add(Part("actor.parameters", Slot.PARAMETERS, parameters.release, parameters.restore))
+
+    def _release_weights(self) -> None:
+        if not self.context.config.memory.keep_rollout:
+            self._held = None
+            self.engine.release_weights()
+
+    def _restore_weights(self) -> None:
+        """Make place for the weights and take them from the actor; collective, as all ranks of a pool change phase at
+        the same calls."""
+        self.engine.memory.restore_weights()
+        if self._held == self._wanted or self._wanted is None:
+            return
+        assert self._sync is not None
+        version, changes = self._wanted
+        if self._sync.actor.changes != changes:
+            raise HybridFlowError(
+                f"the actor was updated after its weights were synced as version {version}, and the rollout's copy of "
+                f"them was dropped to make room: call run.sync_weights() before generating, or set "
+                f"memory.keep_rollout=true to go on generating with version {version}."
+            )
+        started = time.perf_counter()
+        self._report = {**self._sync.run(version), "sync/seconds": Max(time.perf_counter() - started)}
+        self._held = self._wanted
 
     @property
     def layout(self) -> GenerationLayout:
@@ -97,6 +144,7 @@ class RolloutWorker(Worker):
         """
         from hybridflow.engines.vllm.engine import Request
 
+        self.context.phases.enter(GENERATION)
         config = self.context.config
         sampling = sampling or config.rollout.sampling
         step = int(batch.meta_info.get("step", 0))
@@ -118,21 +166,23 @@ class RolloutWorker(Worker):
         """Take the weights of the actor, which shares the pool, and call them ``version``.
 
         Returns:
-            What :meth:`hybridflow.workers.sync.WeightSync.run` says, ``sync/seconds``, and the memory of this process
-            as ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
+            What :meth:`hybridflow.workers.sync.WeightSync.run` says and ``sync/seconds``; the changes of phase since
+            the last call as :meth:`hybridflow.resharding.hybrid.Phases.drain` says; and the memory of this process as
+            ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
         """
-        started = time.perf_counter()
-        if "actor" not in self.context.peers:
+        phases = self.context.phases
+        if self._sync is None:
             raise ConfigError(
                 f"roles.{self.context.role}.pool={self.context.pool}: weights are copied inside a pool, so put the "
                 f"role on the actor's pool."
             )
-        if self._sync is None:
-            actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
-            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, self.context.config.rollout)
+        self._wanted = (version, self._sync.actor.changes)
+        if self._held != self._wanted:
+            phases.enter(TRAINING)
+        phases.enter(GENERATION)
         return {
-            **self._sync.run(version),
-            "sync/seconds": Max(time.perf_counter() - started),
+            **self._report,
+            **{name: Max(value) for name, value in phases.drain().items()},
             **{f"memory/{kind}_gb": Max(used / 2**30) for kind, used in self.context.platform.memory().items()},
         }
 

@@ -7,14 +7,21 @@ after it has arrived by ``resharding/guard``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from hybridflow.config import RolloutConfig
+from hybridflow.engines.megatron.offload import Offload, parameters
+from hybridflow.errors import ModelError
 from hybridflow.models.transition import to_generation
 from hybridflow.protocol.meta import Max, Sum
+from hybridflow.resharding.boxes import slices, uncovered, whole
 from hybridflow.resharding.guard import Guard
 from hybridflow.resharding.layout import GenerationLayout
-from hybridflow.resharding.transport import make_group, reshard
+from hybridflow.resharding.plan import Table, plan_local
+from hybridflow.resharding.transport import copy_local, make_group, reshard
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.engine import MegatronEngine
@@ -43,6 +50,7 @@ class WeightSync:
         self.group = make_group(transition.groups)
         self.plan = transition.plan(rank, int(settings.sync_bucket_mb * 2**20) // rollout.dtype.itemsize)
         self.guard = Guard(rank, transition.sources, transition.targets, settings.check_sync)
+        self._table = transition.targets[rank]
 
     def run(self, version: int) -> dict[str, float]:
         """Fill the rollout's parameters and call them ``version``. Collective over the ranks of the transition's group.
@@ -65,3 +73,57 @@ class WeightSync:
             "sync/bytes_staged": Max(traffic.staged),
             "sync/slices_checked": Sum(checked),
         }
+
+    def offload_parameters(self, folder: str) -> Handover | Offload:
+        """How the actor's parameters leave the memory while the rollout generates.
+
+        Args:
+            folder: for files, where they have to be kept beside the rollout's weights on a CPU.
+        """
+        try:
+            return Handover(self.actor, self.rollout, self._table)
+        except ModelError:
+            return Offload(partial(parameters, self.actor), kept=True, folder=folder)
+
+
+class Handover:
+    """The actor's parameters while the rollout generates: not in memory, but among the rollout's weights.
+
+    Where the layouts nest, every rank generates with all that it trains with, so that its parameters can go once the
+    rollout has them, and come back by copies inside the process.
+
+    Args:
+        table: of the rollout's parameters on this rank.
+
+    Raises:
+        ModelError: the rollout does not hold all of them on this rank.
+    """
+
+    def __init__(self, actor: MegatronEngine, rollout: RolloutEngine, table: Table) -> None:
+        self.actor, self.rollout = actor, rollout
+        self._back = plan_local(table, actor.table)
+        self._memory = Offload(partial(parameters, actor), kept=False)
+        self._padding = [
+            (parameter.name, slices(part))
+            for parameter in actor.table.values()
+            for part in uncovered(whole(parameter.shape), [box.target for box in parameter.boxes])
+        ]
+        self._kept: list[torch.Tensor] | None = None
+
+    def release(self) -> None:
+        """Drop the parameters, after a sync. What only pads them is kept."""
+        if self._kept is None:
+            current = self.actor.parameters()
+            self._kept = [current[name][part].clone() for name, part in self._padding]
+        self._memory.release()
+
+    def restore(self) -> None:
+        """Take them back from the rollout, whose weights have not changed since."""
+        if self._kept is None:
+            return
+        self._memory.restore()
+        current = self.actor.parameters()
+        copy_local(self._back, self.rollout.parameters(), current)
+        for (name, part), kept in zip(self._padding, self._kept, strict=True):
+            current[name][part] = kept
+        self._kept = None

@@ -30,6 +30,7 @@ class Trained:
         self.spec = ModelSpec.from_folder(folder)
         layout = ParallelLayout()
         self.table = megatron_table(self.spec, layout, layout.coordinates(0), padded_vocab_size(self.spec, 1))
+        self.dtype, self.changes = torch.float32, 0
         self._parameters = {name: torch.empty(boxes.shape) for name, boxes in self.table.items()}
         self.take(folder)
 
@@ -37,6 +38,7 @@ class Trained:
         return self._parameters
 
     def take(self, folder: str) -> None:
+        self.changes += 1
         load_parameters(folder, self.table, self._parameters)
 
 

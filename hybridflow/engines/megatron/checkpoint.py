@@ -48,6 +48,7 @@ def load(engine: MegatronEngine, folder: str) -> None:
     Raises:
         CheckpointError: a part is missing; names it.
     """
+    engine.changes += 1
     load_parameters(Path(folder) / "model", engine.table, engine.parameters())
     if engine.optimizer is None:
         return

@@ -56,6 +56,7 @@ class MegatronEngine:
     Attributes:
         token_multiple: micro-batches have a multiple of this many tokens, so that ranks can share them evenly.
         table: what each local parameter is made of.
+        changes: how often the weights may have changed: by updates, and by loading a checkpoint.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class MegatronEngine:
         recompute: str = "none",
     ) -> None:
         self.spec = ModelSpec.from_folder(folder)
+        self.changes = 0
         self.layout, self.dtype, self.device = layout, dtype, current().device()
         self.parallel = ModelParallel(layout, seed)
         self.token_multiple = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if sequence_parallel else 1)
@@ -152,6 +154,7 @@ class MegatronEngine:
             hold the last pipeline stage), and the optimizer's own metrics (see :meth:`Optimizer.step`).
         """
         optimizer = self._trained()
+        self.changes += 1
 
         def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             value, metrics = loss_of(micro.unflatten(output[0]), micro.unflatten(output[1]), micro)

@@ -49,6 +49,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from hybridflow.engines.vllm import groups  # noqa: E402
+from hybridflow.engines.vllm.memory import EngineMemory  # noqa: E402
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one; :class:`RolloutEngine` refuses them instead."""
@@ -105,6 +106,10 @@ class RolloutEngine:
         max_model_len: longest prompt plus response, in tokens.
         layout: how the ranks of the world share replicas; None makes each rank a replica of its own.
         load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
+        releasable: on a GPU, weights and KV cache lie where :attr:`memory` can release them.
+
+    Attributes:
+        memory: gives weights and KV cache back and takes them anew; see :meth:`release_weights`.
 
     Raises:
         ConfigError, ModelError: a limit cannot be met, or the model not be run, before anything is built.
@@ -121,6 +126,7 @@ class RolloutEngine:
         *,
         layout: GenerationLayout | None = None,
         load_weights: bool = False,
+        releasable: bool = False,
     ) -> None:
         self.spec, self.dtype, self.config, self.max_model_len = spec, dtype, config, max_model_len
         environment.ensure_world()
@@ -143,6 +149,7 @@ class RolloutEngine:
             kv_cache_memory_bytes=int(config.kv_cache_gb * 2**30) or None,
             enable_prefix_caching=True,
             enforce_eager=config.enforce_eager,
+            enable_sleep_mode=releasable and platform.current().is_cuda,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             seed=0,
@@ -157,6 +164,7 @@ class RolloutEngine:
         weakref.finalize(self, gc.unfreeze)  # the other half of its work: vLLM froze the process's objects
         worker = self._engine.model_executor.driver_worker.worker
         self._model: Any = worker.model_runner.model
+        self.memory = EngineMemory(self._engine)
         if self.valid_vocab < spec.vocab_size:
             self._mask_vocabulary()
         self._version: int | None = None
@@ -213,6 +221,11 @@ class RolloutEngine:
         """Version of the weights; None before there are any."""
         return self._version
 
+    def release_weights(self) -> None:
+        """Drop the weights, after the KV cache; without a version of them nothing is generated."""
+        self._version = None
+        self.memory.release_weights()
+
     def weights_changed(self, version: int) -> None:
         """Drop keys and values that other weights computed, and stamp what is generated from now on.
 
@@ -231,7 +244,7 @@ class RolloutEngine:
         """Give back weights and KV cache; the engine is of no use afterwards. Process groups stay."""
         self._engine.model_executor.shutdown()
         self._version = None
-        del self._engine, self._model
+        del self._engine, self._model, self.memory
         platform.current().release_cache()
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
@@ -250,6 +263,7 @@ class RolloutEngine:
         """
         groups.require_agreement("their requests", (requests, sampling))
         self._check(requests, sampling)
+        self.memory.require()
         completions: list[Completion | None] = [None] * len(requests)
         # vLLM's CPU sampler draws from the process's generator, even where every request has its own.
         with torch.random.fork_rng(devices=[]), self._aborting(len(requests)):
