@@ -105,7 +105,7 @@ class Run:
         return self._timer(name)
 
     def finish_step(self, metrics: Mapping[str, float], batch: DataProto) -> None:
-        """End a step: sync weights, evaluate, save and log, by the schedule in the config.
+        """End a step: save, sync weights, evaluate and log, by the schedule in the config.
 
         Args:
             metrics: what ``actor.update`` returned; a name without a slash is one of ``actor/``.
@@ -119,15 +119,16 @@ class Run:
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
         if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
             self.stop(reason)
+        # First, while devices that take turns still hold the optimizer.
+        if self._due(self.config.checkpoint.every):
+            with self.timer("save"):
+                self.save()
         if "rollout_log_probs" in batch:
             with self.timer("sync_weights"):
                 found |= self.sync_weights()
         if self._due(self.config.evaluate.every):
             with self.timer("evaluate"):
                 found |= self.evaluate()
-        if self._due(self.config.checkpoint.every):
-            with self.timer("save"):
-                self.save()
         self._log(found, batch)
 
     def sync_weights(self) -> dict[str, float]:
