@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 61
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 
 def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str = "float32", **changes: Any) -> str:
     """Write a random model of 2 layers and width 32 below ``folder``; returns its path.
 
     Args:
-        architecture: ``llama``, ``qwen2`` or ``qwen3``.
+        architecture: ``llama``, ``qwen2``, ``qwen3`` or ``qwen3_moe`` (four experts, two for each token).
         changes: fields of the transformers config, such as ``tie_word_embeddings``.
     """
     import torch
@@ -32,6 +33,7 @@ def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str =
         "pad_token_id": None,
         "initializer_range": 0.2,
         **({"head_dim": 8} if architecture != "qwen2" else {}),
+        **(EXPERTS if architecture == "qwen3_moe" else {}),
         **changes,
     }
     torch.manual_seed(seed)

@@ -97,7 +97,7 @@ def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
         layout, where = facts.layout(role), f"roles.{role}.layout"
         try:
             if isinstance(layout, GenerationLayout):
-                check_vllm(spec, layout.tp, where)
+                check_vllm(spec, layout.tp, layout.ep, where)
             else:
                 check_megatron(spec, layout, padded_vocab_size(spec, layout.tp), where)
         except (ConfigError, ModelError) as error:

@@ -27,6 +27,7 @@ class Architecture:
         head_dim: width of a head where the config has no ``head_dim``; None means hidden_size / num_heads.
         own_head_dim: whether ``head_dim`` may differ from hidden_size / num_heads.
         rope_theta: base where the config names none; None makes it required, because engines disagree on the default.
+        experts: whether each layer's MLP is a mixture of experts.
     """
 
     qkv_bias: bool | str
@@ -36,25 +37,31 @@ class Architecture:
     head_dim: int | None
     own_head_dim: bool
     rope_theta: float | None
+    experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("attention_bias", "attention_bias", "mlp_bias", False, None, True, 10000.0),
     "qwen2": Architecture(True, False, False, False, None, False, None),
     "qwen3": Architecture("attention_bias", "attention_bias", False, True, 128, True, None),
+    "qwen3_moe": Architecture("attention_bias", "attention_bias", False, True, None, True, None, experts=True),
 }
 
+NO_EXPERTS: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "norm_topk_prob": False}
 # The constants of "llama3" scaling that megatron-core builds in; the factor is free.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts of SwiGLU.
 
     Attributes:
         architecture: key of ``ARCHITECTURES``.
-        ffn_size: hidden width of the MLP.
+        ffn_size: hidden width of the MLP, or of each expert.
+        num_experts: experts of each layer; 0 for a dense model.
+        experts_per_token: how many of them compute a token: those with the largest router logits.
+        norm_topk_prob: the chosen experts' weights are the softmax over them, else their part of that over all.
         rope_scaling: None, or ``{"rope_type": "llama3", "factor": ..., ...}``.
         tied: the output layer is the embedding; the checkpoint then has no ``lm_head.weight``.
         qkv_bias, o_bias, mlp_bias: which linear layers carry a bias.
@@ -79,6 +86,9 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     raw: dict[str, Any] = field(hash=False, compare=False, repr=False)
@@ -117,7 +127,7 @@ class ModelSpec:
             architecture=name,
             num_layers=read.size("num_hidden_layers"),
             hidden_size=hidden_size,
-            ffn_size=read.size("intermediate_size"),
+            ffn_size=read.size("moe_intermediate_size" if architecture.experts else "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=read.head_dim(architecture, hidden_size, num_heads),
@@ -131,6 +141,7 @@ class ModelSpec:
             o_bias=read.flag(architecture.o_bias),
             mlp_bias=read.flag(architecture.mlp_bias),
             qk_norm=architecture.qk_norm,
+            **(read.experts() if architecture.experts else NO_EXPERTS),
             eos_token_ids=_ids((generation or {}).get("eos_token_id")) or _ids(config.get("eos_token_id")),
             pad_token_id=config.get("pad_token_id"),
             raw=config,
@@ -176,6 +187,24 @@ class _Reader:
                 f"{self.config['model_type']} needs head_dim = hidden_size / num_attention_heads, an integer."
             )
         return self.size("head_dim", int(value))
+
+    def experts(self) -> dict[str, Any]:
+        """Numbers of experts, in the keys of transformers 4 (``num_experts``) or 5 (``num_local_experts``)."""
+        dense, step = self.config.get("mlp_only_layers"), self.config.get("decoder_sparse_step", 1)
+        if dense or step != 1:
+            raise ModelError(
+                f"{self.where}: mlp_only_layers={dense or []}, decoder_sparse_step={step}: only models with experts in "
+                f"every layer are supported."
+            )
+        total = self.size("num_local_experts" if "num_local_experts" in self.config else "num_experts")
+        chosen = self.size("num_experts_per_tok")
+        if chosen > total:
+            raise ModelError(f"{self.where}: num_experts_per_tok={chosen} is more than the {total} experts.")
+        return {
+            "num_experts": total,
+            "experts_per_token": chosen,
+            "norm_topk_prob": bool(self.config.get("norm_topk_prob", False)),
+        }
 
     def rope(self, architecture: Architecture) -> tuple[float, dict[str, Any] | None]:
         """Base and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (4)."""

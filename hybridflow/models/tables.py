@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from itertools import product
 
 from hybridflow.errors import ConfigError, ModelError
@@ -32,10 +33,15 @@ def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, spec.o_bias),
-        "mlp.gate_proj": (ffn, hidden, spec.mlp_bias),
-        "mlp.up_proj": (ffn, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, ffn, spec.mlp_bias),
     }
+    if spec.num_experts:
+        linear["mlp.gate"] = (spec.num_experts, hidden, False)
+    for mlp in mlps(spec):
+        linear |= {
+            f"{mlp}gate_proj": (ffn, hidden, spec.mlp_bias),
+            f"{mlp}up_proj": (ffn, hidden, spec.mlp_bias),
+            f"{mlp}down_proj": (hidden, ffn, spec.mlp_bias),
+        }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if spec.qk_norm:
         norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
@@ -52,6 +58,12 @@ def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied:
         shapes[LM_HEAD] = (spec.vocab_size, hidden)
     return shapes
+
+
+def mlps(spec: ModelSpec, ep: int = 1, ep_rank: int = 0) -> list[str]:
+    """What stands before the names of a layer's MLP, or one by one of the experts that a rank holds."""
+    names = [f"mlp.experts.{expert}." for expert in range(spec.num_experts)] or ["mlp."]
+    return names[ep_rank * len(names) // ep : (ep_rank + 1) * len(names) // ep]
 
 
 def padded_vocab_size(spec: ModelSpec, tp: int = 1) -> int:
@@ -73,7 +85,7 @@ def megatron_table(
     several models, numbered in the order of their layers, whose parameters are called as :func:`chunk_prefix` says.
 
     Args:
-        at: the rank's coordinates; only ``tp`` and ``pp`` matter.
+        at: the rank's coordinates; only ``tp``, ``pp``, ``ep`` and ``etp`` matter.
         padded_vocab: see :func:`padded_vocab_size`.
 
     Raises:
@@ -94,8 +106,13 @@ def megatron_table(
             build.copy(f"{ours}self_attention.q_layernorm.weight", f"{hf}self_attn.q_norm.weight")
             build.copy(f"{ours}self_attention.k_layernorm.weight", f"{hf}self_attn.k_norm.weight")
         build.copy(f"{ours}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight")
-        build.columns(f"{ours}mlp.linear_fc1", list(build.gate_up(hf)), spec.mlp_bias)
-        build.rows(f"{ours}mlp.linear_fc2", f"{hf}mlp.down_proj", spec.mlp_bias)
+        if spec.num_experts:
+            build.copy(f"{ours}mlp.router.weight", f"{hf}mlp.gate.weight")
+        split = build.over(layout.etp, at.etp) if spec.num_experts else build
+        for number, mlp in enumerate(mlps(spec, layout.ep, at.ep)):
+            name = f"{ours}mlp.experts.local_experts.{number}." if spec.num_experts else f"{ours}mlp."
+            split.columns(f"{name}linear_fc1", list(split.gate_up(f"{hf}{mlp}")), spec.mlp_bias)
+            split.rows(f"{name}linear_fc2", f"{hf}{mlp}down_proj", spec.mlp_bias)
     if at.pp == layout.pp - 1:
         last = chunk_prefix(layout, layout.vpp - 1)
         build.copy(f"{last}decoder.final_layernorm.weight", FINAL_NORM)
@@ -109,17 +126,20 @@ def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
-def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBoxes]:
+def vllm_table(spec: ModelSpec, tp: int, tp_rank: int, ep: int = 1) -> dict[str, ParameterBoxes]:
     """Parameters of one tensor-parallel rank of vLLM's model.
 
     The vocabulary is padded to a multiple of 64; with fewer kv heads than ranks, each kv head is held by tp / kv heads
-    neighbouring ranks.
+    neighbouring ranks. The experts of a layer are stacked.
+
+    Args:
+        ep: 1 cuts every expert over the ranks, ``tp`` gives each rank whole experts.
 
     Raises:
-        ConfigError: tp does not divide what it splits; names both.
+        ConfigError: tp or ep does not divide what it splits; names both.
         ModelError: vLLM's model lacks a parameter that the checkpoint has.
     """
-    check_vllm(spec, tp)
+    check_vllm(spec, tp, ep)
     build = _Builder(spec, tp, tp_rank)
     padded_vocab = padded_vocab_size(spec)
     build.vocabulary(EMBEDDING, EMBEDDING, padded_vocab)
@@ -130,8 +150,14 @@ def vllm_table(spec: ModelSpec, tp: int, tp_rank: int) -> dict[str, ParameterBox
         norms = ["input_layernorm", "post_attention_layernorm"]
         for norm in norms + ["self_attn.q_norm", "self_attn.k_norm"] * spec.qk_norm:
             build.copy(f"{prefix}{norm}.weight", f"{prefix}{norm}.weight")
-        build.columns(f"{prefix}mlp.gate_up_proj", list(build.gate_up(prefix)), spec.mlp_bias)
-        build.rows(f"{prefix}mlp.down_proj", f"{prefix}mlp.down_proj", spec.mlp_bias)
+        if spec.num_experts:
+            build.copy(f"{prefix}mlp.gate.weight", f"{prefix}mlp.gate.weight")
+            held = mlps(spec, ep, tp_rank if ep > 1 else 0)
+            split = build.over(1, 0) if ep > 1 else build
+            split.stack(f"{prefix}mlp.experts.routed_experts", [f"{prefix}{mlp}" for mlp in held])
+        else:
+            build.columns(f"{prefix}mlp.gate_up_proj", list(build.gate_up(f"{prefix}mlp.")), spec.mlp_bias)
+            build.rows(f"{prefix}mlp.down_proj", f"{prefix}mlp.down_proj", spec.mlp_bias)
     build.copy(FINAL_NORM, FINAL_NORM)
     if not spec.tied:
         build.vocabulary(LM_HEAD, LM_HEAD, padded_vocab)
@@ -151,18 +177,45 @@ def check_megatron(spec: ModelSpec, layout: ParallelLayout, padded_vocab: int, w
         f"{where}.tp={layout.tp}",
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
-        ffn_size=spec.ffn_size,
+        **({} if spec.num_experts else {"ffn_size": spec.ffn_size}),
     )
+    if spec.num_experts:
+        _check_divides(layout.ep, f"{where}.ep={layout.ep}", num_experts=spec.num_experts)
+        _check_divides(layout.etp, f"{where}.etp={layout.etp}", ffn_size=spec.ffn_size)
+    _check_experts(spec, layout, where)
     if padded_vocab < spec.vocab_size:
         raise ConfigError(f"padded_vocab={padded_vocab} is smaller than the model's vocab_size={spec.vocab_size}.")
     _check_divides(layout.tp, f"{where}.tp={layout.tp}", padded_vocab=padded_vocab)
 
 
-def check_vllm(spec: ModelSpec, tp: int, where: str = "rollout layout") -> None:
+def _check_experts(spec: ModelSpec, layout: ParallelLayout, where: str) -> None:
+    if not spec.num_experts:
+        if layout.ep > 1 or layout.etp != layout.tp:
+            raise ConfigError(
+                f"{where}: ep={layout.ep}, etp={layout.etp} split experts, and a {spec.architecture} model has none. "
+                f"Set ep to 1 and etp to 0."
+            )
+        return
+    if layout.ep == 1 and layout.etp != layout.tp:
+        # megatron-core then sums the experts' gradients over the wrong ranks, without an error (0.16.1).
+        raise ConfigError(f"{where}.etp={layout.etp} differs from tp={layout.tp}: that needs ep above 1. Set etp to 0.")
+    experts, stage = layout.ep * layout.etp, layout.tp * layout.cp
+    if layout.pp > 1 and experts != stage:
+        raise ConfigError(
+            f"{where}: with pp={layout.pp}, ep*etp = {layout.ep}*{layout.etp} = {experts} has to be tp*cp = "
+            f"{layout.tp}*{layout.cp} = {stage} for a model with experts. Change ep or etp, or set pp to 1."
+        )
+
+
+def check_vllm(spec: ModelSpec, tp: int, ep: int = 1, where: str = "rollout layout") -> None:
     """Refuse a rollout layout that does not divide the model (ConfigError), or a model vLLM lacks (ModelError)."""
     padded_vocab = padded_vocab_size(spec)
     named = f"{where}.tp={tp}"
-    _check_divides(tp, named, num_heads=spec.num_heads, ffn_size=spec.ffn_size, padded_vocab=padded_vocab)
+    _check_divides(tp, named, num_heads=spec.num_heads, padded_vocab=padded_vocab)
+    if ep > 1:
+        _check_divides(ep, f"{where}.ep={ep}", num_experts=spec.num_experts)
+    else:
+        _check_divides(tp, named, ffn_size=spec.ffn_size)
     if tp < spec.num_kv_heads:
         _check_divides(tp, named, num_kv_heads=spec.num_kv_heads)
     elif tp % spec.num_kv_heads:
@@ -170,8 +223,10 @@ def check_vllm(spec: ModelSpec, tp: int, where: str = "rollout layout") -> None:
             f"{named} is no multiple of the model's num_kv_heads={spec.num_kv_heads}: with more ranks than kv heads "
             f"each kv head is held by tp / num_kv_heads ranks. Choose a multiple or a divisor."
         )
-    if spec.architecture == "qwen3" and spec.o_bias:
-        raise ModelError("attention_bias=True: vLLM's qwen3 has no bias on o_proj and would ignore the checkpoint's.")
+    if spec.architecture in ("qwen3", "qwen3_moe") and spec.o_bias:
+        raise ModelError(
+            f"attention_bias=True: vLLM's {spec.architecture} has no bias on o_proj and would ignore the checkpoint's."
+        )
 
 
 def _check_divides(degree: int, named: str, **sizes: int) -> None:
@@ -195,6 +250,12 @@ class _Builder:
         self.spec, self.tp, self.tp_rank = spec, tp, tp_rank
         self.shapes = hf_table(spec)
         self.table: dict[str, ParameterBoxes] = {}
+
+    def over(self, tp: int, tp_rank: int) -> _Builder:
+        """The same table, with what follows split over other ranks."""
+        other = copy(self)
+        other.tp, other.tp_rank = tp, tp_rank
+        return other
 
     def copy(self, name: str, tensor: str) -> None:
         """A parameter that every rank holds whole."""
@@ -250,10 +311,26 @@ class _Builder:
         yield f"{hf}self_attn.k_proj", first * spec.head_dim, heads * spec.head_dim
         yield f"{hf}self_attn.v_proj", first * spec.head_dim, heads * spec.head_dim
 
-    def gate_up(self, hf: str) -> Iterator[Rows]:
+    def gate_up(self, mlp: str) -> Iterator[Rows]:
         size = self.spec.ffn_size // self.tp
-        yield f"{hf}mlp.gate_proj", self.tp_rank * size, size
-        yield f"{hf}mlp.up_proj", self.tp_rank * size, size
+        yield f"{mlp}gate_proj", self.tp_rank * size, size
+        yield f"{mlp}up_proj", self.tp_rank * size, size
+
+    def stack(self, name: str, mlps: list[str]) -> None:
+        """vLLM's experts: ``w13_weight`` [experts, gate and up, h] and ``w2_weight`` [experts, h, down]."""
+        hidden, size = self.spec.hidden_size, self.spec.ffn_size // self.tp
+        start = self.tp_rank * size
+        rows: Ranges = ((start, start + size), (0, hidden))
+        columns: Ranges = ((0, hidden), (start, start + size))
+        gates_ups: list[tuple[str, Ranges, Ranges]] = []
+        downs: list[tuple[str, Ranges, Ranges]] = []
+        for number, mlp in enumerate(mlps):
+            expert = (number, number + 1)
+            gates_ups.append((f"{mlp}gate_proj.weight", rows, (expert, (0, size), (0, hidden))))
+            gates_ups.append((f"{mlp}up_proj.weight", rows, (expert, (size, 2 * size), (0, hidden))))
+            downs.append((f"{mlp}down_proj.weight", columns, (expert, (0, hidden), (0, size))))
+        self._add(f"{name}.w13_weight", (len(mlps), 2 * size, hidden), gates_ups)
+        self._add(f"{name}.w2_weight", (len(mlps), hidden, size), downs)
 
     def _add(self, name: str, shape: tuple[int, ...], boxes: list[tuple[str, Ranges, Ranges]]) -> None:
         merged = merge(Piece(*box) for box in boxes)

@@ -3,7 +3,7 @@
 megatron-core's parallelism, layers and optimizers are plain PyTorch, but a few modules name ``torch.cuda`` or
 ``device="cuda"`` outright. :func:`install` gives every loaded ``megatron.core`` module a thin stand-in for the *name*
 ``torch`` that answers those few calls for the CPU; torch itself is not changed, apart from ``Tensor.cuda``, which would
-only raise. On a CUDA machine every function here does nothing.
+only raise. On a CUDA machine nothing is adapted.
 
 Invariant: importing this module before any other ``megatron`` import, and calling :func:`install` after modules were
 imported, is all a caller needs.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybridflow import platform
 
@@ -102,10 +103,64 @@ def _stand_in() -> types.ModuleType:
     return module
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core's own leaves a tensor that is on the host already as it is, also where numbers are asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """All-gather along the first dimension, also of parts of different sizes, which gloo's own refuses."""
+
+    def gather(
+        x: torch.Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return own(x, group, output_split_sizes, use_global_buffer)
+        sizes, size = [int(n) for n in output_split_sizes], group.size()
+        found = x.new_empty(sum(sizes), *x.shape[1:])
+        dist.all_to_all_single(found, torch.cat([x] * size), sizes, [len(x)] * size, group=group)
+        return found
+
+    return gather
+
+
+def _reduce_scatter(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Reduce-scatter along the first dimension, also in parts of different sizes, which gloo's own refuses."""
+
+    def reduce_scatter(
+        x: torch.Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return own(x, group, input_split_sizes, use_global_buffer)
+        sizes, size = [int(n) for n in input_split_sizes], group.size()
+        mine = sizes[group.rank()]
+        parts = x.new_empty(size, mine, *x.shape[1:])
+        dist.all_to_all_single(parts.flatten(0, 1), x.contiguous(), [mine] * size, sizes, group=group)
+        return parts.sum(dim=0)
+
+    return reduce_scatter
+
+
+@functools.cache
+def _allow_uneven_parts() -> None:
+    """Once a process: each call wraps what it finds."""
+    from megatron.core.tensor_parallel import mappings
+
+    mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
+
+
 def install() -> None:
     """Adapt every ``megatron.core`` module loaded so far. Call again after importing more of them."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Named without a guard where Transformer Engine is missing, on GPUs too.
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     if platform.current().is_cuda:
         return
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+    _allow_uneven_parts()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
             module.torch = _stand_in()  # type: ignore[attr-defined]

@@ -203,11 +203,27 @@ def transformer_config(
         # Micro-batches of one update differ in tokens.
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",
+        **(_experts(spec, layout) if spec.num_experts else {}),
         # With the batched messages an interleaved schedule computes wrong gradients without an error (0.16.1, gloo).
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         **RECOMPUTE[recompute],
     )
+
+
+def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
+    """The part of the configuration that a mixture of experts needs. Routing drops no token."""
+    return {
+        "num_moe_experts": spec.num_experts,
+        "moe_ffn_hidden_size": spec.ffn_size,
+        "moe_router_topk": spec.experts_per_token,
+        "moe_router_pre_softmax": not spec.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
 
 
 def build_model(
@@ -228,7 +244,9 @@ def build_model(
     parallel.check()
     layout, stage = parallel.layout, parallel.coordinates.pp
     config = transformer_config(spec, layout, dtype, sequence_parallel, recompute)
-    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=spec.num_experts or None, qk_layernorm=spec.qk_norm, normalization="RMSNorm"
+    )
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
