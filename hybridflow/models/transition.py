@@ -33,7 +33,7 @@ def generation_tables(spec: ModelSpec, layout: GenerationLayout) -> dict[int, Ta
     """vLLM's table of every rank; ranks that hold the same share one object."""
     if layout.pp > 1:
         raise ConfigError(f"layout.pp={layout.pp} of a generation layout: vLLM runs in one stage here; set pp to 1.")
-    return _tables(layout, lambda at: at.tp, lambda at: vllm_table(spec, layout.tp, at.tp))
+    return _tables(layout, lambda at: at.tp, lambda at: vllm_table(spec, layout.tp, at.tp, layout.ep))
 
 
 def _tables(

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ModelError
-from hybridflow.resharding.boxes import Box, Ranges, find, intersect, slices, translate
+from hybridflow.resharding.boxes import Box, Ranges, extents, find, intersect, slices, translate
 from hybridflow.resharding.plan import Table, boxes_by_tensor, describe
 
 MODES = ("off", "sample", "full")
@@ -142,7 +142,8 @@ class Guard:
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         total = torch.zeros(num_slices, dtype=torch.int64, device=device)
         for part in held:
-            total[part.k] += checksum(tensors[part.parameter][slices(part.local)].to(dtype), part.ranges)
+            values = tensors[part.parameter][slices(part.local)].to(dtype).reshape(extents(part.ranges))
+            total[part.k] += checksum(values, part.ranges)
         return total
 
 

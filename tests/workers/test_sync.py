@@ -150,3 +150,30 @@ def test_ranks_of_a_replica_that_are_asked_for_different_responses_refuse(ranks)
 @pytest.mark.distributed
 def test_a_later_sync_brings_the_changed_weights(ranks):
     assert all(found["grown"] and found["versions"] == {8} for found in ranks)
+
+
+def generate_with_experts(rank: int, folder: str, settings, prompts):
+    """Experts trained whole on one rank each, generated with whole (ep 2) and in slices on both (ep 1)."""
+    from hybridflow.engines.megatron.engine import MegatronEngine
+    from hybridflow.engines.vllm.engine import RolloutEngine
+    from hybridflow.workers.sync import WeightSync
+
+    training = ParallelLayout(dp=2, ep=2)
+    actor = MegatronEngine(folder, training, torch.float32, valid_vocab=200)
+    found = []
+    for ep in (1, 2):
+        layout = training.generation(tp=2, ep=ep)
+        rollout = RolloutEngine(folder, actor.spec, torch.float32, settings, 200, 160, layout=layout)
+        WeightSync(actor, rollout, rank, layout, settings).run(0)
+        found.append(answer(rollout, [(prompts, 12)])[0])
+        rollout.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_experts_travel_to_whole_ones_and_to_slices(folders, settings, prompts, reference_log_probs):
+    for found in run_ranks(generate_with_experts, 2, folders["experts"], settings, prompts):
+        for completions in found:
+            for prompt, got in zip(prompts, completions, strict=True):
+                expected = reference_log_probs(folders["experts"], prompt, got.token_ids, SAMPLING.temperature)
+                assert (torch.tensor(got.log_probs) - expected).abs().max() < 1e-5

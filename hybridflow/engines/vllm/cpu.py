@@ -4,6 +4,7 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
 
 - linear layers keep ``weight`` as an ordinary tensor (:func:`install`). The backend would pack it into a private format
   and leave an empty parameter behind, and new weights would never be seen;
+- so do the weights of experts, for the same reason (:func:`install`);
 - nothing is compiled (:func:`install`): one small function of the sampler would cost 30 s of C++ compilation;
 - RMSNorm uses the kernel that the CPU build has but selects on GPUs only (:func:`engine_options`): of a step of a small
   model most of the time is operators that start, not numbers that are multiplied;
@@ -29,6 +30,33 @@ from hybridflow.errors import ModelError
 def _plain_linear(layer: Any, remove_weight: bool) -> None:
     """Stands for vLLM's choice of a matrix product: always ``F.linear`` on the live ``layer.weight``."""
     layer.cpu_linear = torch.nn.functional.linear
+
+
+def _plain_experts(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    **_: Any,
+) -> None:
+    """Stands for vLLM's packed experts: SwiGLU of one expert after another on the live weights.
+
+    ``w1`` [experts, 2 f, h] is gate over up, ``w2`` [experts, h, f]; ``output`` and ``hidden_states`` [tokens, h],
+    ``topk_weights`` and ``topk_ids`` [tokens, k]. ``expert_map`` gives the number here of each expert, or -1.
+    """
+    if expert_map is not None:
+        topk_ids = expert_map[topk_ids]
+    output.zero_()
+    for expert in range(len(w1)):
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = torch.nn.functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+            answer = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+            output.index_add_(0, tokens, (answer * topk_weights[tokens, slots, None]).to(output.dtype))
 
 
 def _ranks(log_probs: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
@@ -106,9 +134,16 @@ def install() -> None:
     with _quiet():
         import vllm.model_executor.layers.utils as layers
         import vllm.v1.sample.sampler as sampler
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe as experts
     layers.dispatch_cpu_unquantized_gemm = _plain_linear
     sampler.batched_count_greater_than = _ranks
     _register_norms()
+    kind: Any = experts.CPUUnquantizedExperts
+    kind.process_weights_after_loading = lambda self, layer: None
+    kind.apply = _plain_experts
+    kind.output_alignment = 1
+    # The one for AMX packs too; without it vLLM takes the other.
+    experts.X86CPUUnquantizedExperts._supports_current_device = staticmethod(lambda: False)
 
 
 def engine_options() -> dict[str, Any]:

@@ -143,6 +143,7 @@ class RolloutEngine:
             dtype=cast(Any, str(dtype).removeprefix("torch.")),
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.layout.tp,
+            enable_expert_parallel=self.layout.ep > 1,
             max_model_len=max_model_len,
             max_num_seqs=config.max_sequences,
             max_num_batched_tokens=max(_BATCHED_TOKENS, max_model_len + config.max_sequences),
@@ -174,7 +175,7 @@ class RolloutEngine:
     def _check_limits(self) -> None:
         spec, config, layout = self.spec, self.config, self.layout
         cpu.check_head_dim(spec.head_dim)
-        check_vllm(spec, layout.tp)
+        check_vllm(spec, layout.tp, layout.ep)
         if layout.pp > 1:
             raise ConfigError(f"rollout layout {layout}: an engine has no pipeline stages. Set pp to 1 and use tp.")
         if self.max_model_len > spec.max_positions:

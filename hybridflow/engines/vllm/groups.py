@@ -48,6 +48,7 @@ def make(layout: GenerationLayout) -> None:
 
     alone = group([[rank] for rank in range(size)], "alone")
     state._TP = state._ETP = group(wanted, cpu.tp_group_name()) if layout.tp > 1 else alone
+    state._EP = state._TP  # of models with experts, whether ranks hold slices of each or whole ones
     state._PP = state._DP = state._PCP = state._DCP = alone
 
 

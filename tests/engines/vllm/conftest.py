@@ -11,12 +11,13 @@ from hybridflow.models.spec import ModelSpec
 EOS = 5
 
 
-def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32, num_kv_heads: int = 2):
-    """Write a random Qwen3 whose logits are peaked enough for greedy decoding to be unambiguous."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32, num_kv_heads: int = 2, kind="qwen3", **changes):
+    """Write a random model whose logits are peaked enough for greedy decoding to be unambiguous."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=200,
         hidden_size=64,
         intermediate_size=96,
@@ -30,8 +31,9 @@ def write_model(folder, *, seed: int, tied: bool, head_dim: int = 32, num_kv_hea
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=None,
+        **changes,
     )
-    model = Qwen3ForCausalLM(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -49,13 +51,16 @@ def load_reference(folder: str):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, str]:
-    """``tied`` and ``other`` (tied), ``untied``: random models of one shape, 200 ids."""
+    """``tied`` and ``other`` (tied), ``untied``: random models of one shape, 200 ids; ``experts``: mixtures of them."""
     root = tmp_path_factory.mktemp("models")
+    experts = {"kind": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     return {
         "tied": write_model(root / "tied", seed=1, tied=True),
         "other": write_model(root / "other", seed=2, tied=True),
         "untied": write_model(root / "untied", seed=3, tied=False),
         "other_untied": write_model(root / "other_untied", seed=4, tied=False),
+        "experts": write_model(root / "experts", seed=5, tied=False, norm_topk_prob=True, **experts),
+        "other_experts": write_model(root / "other_experts", seed=6, tied=False, norm_topk_prob=True, **experts),
     }
 
 

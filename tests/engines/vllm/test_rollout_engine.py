@@ -308,7 +308,9 @@ def test_without_weights_nothing_is_generated(build, folders, prompts):
         ask(build(folders["tied"], load_weights=False), prompts)
 
 
-@pytest.mark.parametrize(("first", "second"), [("tied", "other"), ("untied", "other_untied")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("tied", "other"), ("untied", "other_untied"), ("experts", "other_experts")]
+)
 def test_weights_written_in_place_are_used_at_once(
     build, folders, prompts, reference_greedy, reference_log_probs, first, second
 ):
