@@ -104,6 +104,17 @@ def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
             yield Problem(where, str(error))
 
 
+@rule("model", "roles", "actor.sequence_parallel")
+def experts_share_tokens(facts: Facts) -> Iterator[Problem]:
+    layout = facts.placed["actor"].layout
+    if facts.spec.num_experts and layout.tp > 1 and not facts.config.actor.sequence_parallel:
+        yield Problem(
+            "actor.sequence_parallel",
+            f"actor.sequence_parallel=false with roles.actor.layout.tp={layout.tp}: a model with experts needs it, "
+            "because every rank routes tokens of its own. Set it to true, or tp to 1.",
+        )
+
+
 @rule()
 def data_exists(facts: Facts) -> Iterator[Problem]:
     data = facts.config.data

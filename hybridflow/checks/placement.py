@@ -16,9 +16,9 @@ KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
 """Axes of a layout besides dp, with the degree that leaves one unused."""
 AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
-    "actor": ("tp", "pp", "cp", "vpp"),
-    "reference": ("tp", "pp", "cp", "vpp"),
-    "rollout": ("tp",),
+    "actor": tuple(AXES),
+    "reference": tuple(AXES),
+    "rollout": ("tp", "ep"),
 }
 """Axes of a layout besides dp that the engine of a role offers in this version."""
 

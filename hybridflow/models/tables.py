@@ -212,6 +212,8 @@ def check_vllm(spec: ModelSpec, tp: int, ep: int = 1, where: str = "rollout layo
     padded_vocab = padded_vocab_size(spec)
     named = f"{where}.tp={tp}"
     _check_divides(tp, named, num_heads=spec.num_heads, padded_vocab=padded_vocab)
+    if ep > 1 and not spec.num_experts:
+        raise ConfigError(f"{where}.ep={ep}: a {spec.architecture} model has no experts. Set it to 1.")
     if ep > 1:
         _check_divides(ep, f"{where}.ep={ep}", num_experts=spec.num_experts)
     else:

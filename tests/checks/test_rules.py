@@ -214,7 +214,10 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
             "roles.actor.pool=cpu",
             "roles.actor.pool='cpu' has kind 'cpu', whose processes have no device; actor computes",
         ),
-        ("roles.rollout.layout.vpp=2", "roles.rollout.layout.vpp=2: in this version rollout can use tp. Set it to 1."),
+        (
+            "roles.rollout.layout.vpp=2",
+            "roles.rollout.layout.vpp=2: in this version rollout can use tp, ep. Set it to 1.",
+        ),
         ("roles.reward.layout.pp=1", ""),
         (
             "roles.rollout.layout.cp=2",

@@ -19,7 +19,7 @@ from tests.models.oracle import megatron_shard, vllm_shard
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3"]
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 
 def checkpoint_of(folder):

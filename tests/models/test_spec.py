@@ -2,14 +2,16 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
-from tests.models.oracle import BASE, make_spec
+from tests.models.oracle import BASE, EXPERTS, make_spec
 from tests.tiny_models import save_tiny_model
 
+MOE = {"model_type": "qwen3_moe", **EXPERTS}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -39,6 +41,15 @@ def test_a_folder_written_by_transformers_is_read(tmp_path, architecture, qkv_bi
     )
     assert (spec.eos_token_ids, spec.pad_token_id) == ((1, 7), 3)
     assert spec.raw == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_mixture_of_experts_is_read_in_the_keys_of_transformers_4_and_5(tmp_path):
+    spec = ModelSpec.from_folder(save_tiny_model(tmp_path, "qwen3_moe"))
+    assert (spec.ffn_size, spec.num_experts, spec.experts_per_token, spec.norm_topk_prob) == (24, 4, 2, True)
+    assert "num_local_experts" in spec.raw
+    older = {k: v for k, v in spec.raw.items() if k not in ("num_local_experts", "norm_topk_prob")}
+    assert ModelSpec.from_config({**older, "num_experts": 4}) == replace(spec, norm_topk_prob=False)
+    assert make_spec("qwen3").num_experts == 0
 
 
 def test_old_and_new_rope_keys_mean_the_same():
@@ -119,6 +130,10 @@ def test_the_end_of_text_is_the_generation_configs_where_it_names_one():
         ({"vocab_size": "61"}, "vocab_size='61' has to be a number"),
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 has to be an integer"),
+        ({**MOE, "mlp_only_layers": [0]}, r"mlp_only_layers=\[0\], decoder_sparse_step=1"),
+        ({**MOE, "decoder_sparse_step": 2}, r"mlp_only_layers=\[\], decoder_sparse_step=2"),
+        ({**MOE, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size is missing"),
         ({"model_type": "qwen2", "head_dim": 4}, "head_dim=4 with hidden_size=24 and num_attention_heads=8"),
         ({"model_type": "llama", "head_dim": None, "hidden_size": 25}, "head_dim=3.125"),
     ],

@@ -22,6 +22,8 @@ SPECS = {
     "qwen3": make_spec("qwen3"),
     "qwen3 tied": make_spec("qwen3", tie_word_embeddings=True, vocab_size=64),
     "qwen3, no grouped queries": make_spec("qwen3", num_key_value_heads=8),
+    "qwen3 moe": make_spec("qwen3_moe"),
+    "qwen3 moe tied": make_spec("qwen3_moe", tie_word_embeddings=True),
     "llama, one head": make_spec("llama", num_attention_heads=4, num_key_value_heads=4, head_dim=2),
 }
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4)]
@@ -35,7 +37,9 @@ def fill(table, hf):
     for name, parameter in table.items():
         filled[name] = torch.zeros(parameter.shape)
         for box in parameter.boxes:
-            assert extents(box.source) == extents(box.target)
+            # One expert of a stack has a dimension more.
+            leading = len(box.target) - len(box.source)
+            assert extents(box.target) == ((1,) * leading + extents(box.source))
             filled[name][slices(box.target)] = hf[box.tensor][slices(box.source)]
     return filled
 
@@ -60,7 +64,7 @@ def test_hf_table_names_every_tensor_of_a_checkpoint(spec):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_hf_table_is_what_transformers_saves(tmp_path, architecture, tied):
     from safetensors.torch import load_file
 
@@ -103,10 +107,75 @@ def test_a_replica_holds_every_element_exactly_once(spec, tp, pp):
                 times[slices(box.target)] += 1
             assert int(times.max()) <= 1, parameter.name
     for name, times in seen.items():
-        whole_on_each_rank = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
+        whole_on_each_rank = "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias", "mlp.gate.weight"))
         tied_copy = spec.tied and pp > 1 and name == "model.embed_tokens.weight"
         expected = tp if whole_on_each_rank else 2 if tied_copy else 1
         assert torch.equal(times, torch.full_like(times, expected)), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(dp=4, ep=2),
+        ParallelLayout(dp=4, ep=2, etp=2),
+        ParallelLayout(tp=2, dp=2, ep=2),
+        ParallelLayout(tp=2, dp=2, ep=4, etp=1),
+        ParallelLayout(tp=2, pp=2, ep=2, etp=1),
+        ParallelLayout(cp=2, pp=2, ep=2),
+    ],
+    ids=str,
+)
+def test_experts_are_spread_and_cut_by_degrees_of_their_own(layout):
+    spec = make_spec("qwen3_moe")
+    hf, seen = random_checkpoint(spec), {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
+        experts, parts = (layout.ep, at.ep), (layout.etp, at.etp)
+        shard = megatron_shard(hf, spec, layout.tp, layout.pp, at.tp, at.pp, experts, parts)
+        assert_same(fill(table, hf), shard)
+        for parameter in table.values():
+            for box in parameter.boxes:
+                if ".experts." in box.tensor and at.edp == 0:
+                    times = seen.setdefault(box.tensor, torch.zeros(hf[box.tensor].shape))
+                    times[slices(box.source)] += 1
+    assert len(seen) == 3 * spec.num_experts * spec.num_layers
+    assert all(torch.equal(times, torch.ones_like(times)) for times in seen.values())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_vllm_ranks_hold_whole_experts_with_expert_parallelism(tp):
+    spec = make_spec("qwen3_moe")
+    hf = random_checkpoint(spec)
+    for rank in range(tp):
+        table = vllm_table(spec, tp, rank, ep=tp)
+        assert table["model.layers.0.mlp.experts.routed_experts.w13_weight"].shape == (4 // tp, 32, 24)
+        assert_same(fill(table, hf), vllm_shard(hf, spec, tp, rank, ep=tp))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "message"),
+    [
+        ({"num_experts": 6}, ParallelLayout(dp=4, ep=4), "layout.ep=4 does not divide the model's num_experts=6"),
+        (
+            {"moe_intermediate_size": 15},
+            ParallelLayout(dp=2, ep=1, tp=2),
+            "layout.etp=2 does not divide .* ffn_size=15",
+        ),
+        ({}, ParallelLayout(tp=2, etp=1), "layout.etp=1 differs from tp=2: that needs ep above 1"),
+        ({}, ParallelLayout(cp=2, pp=2), r"with pp=2, ep\*etp = 1\*1 = 1 has to be tp\*cp = 1\*2 = 2"),
+        ({"model_type": "qwen3"}, ParallelLayout(dp=2, ep=2), "ep=2, etp=1 split experts, and a qwen3 model has none"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_experts_is_refused(changes, layout, message):
+    spec = make_spec(**{"architecture": "qwen3_moe", **changes})
+    with pytest.raises(ConfigError, match=message):
+        megatron_table(spec, layout, layout.coordinates(0), padded_vocab_size(spec, layout.tp))
+
+
+def test_vllm_experts_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="rollout layout.ep=4 does not divide the model's num_experts=6"):
+        vllm_table(make_spec("qwen3_moe", num_experts=6), 4, 0, ep=4)
 
 
 @each_spec

@@ -147,7 +147,10 @@ class MegatronEngine:
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_of: LossOf, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """One optimizer update over the given micro-batches.
+        """One optimizer update over the given micro-batches, at least one.
+
+        Experts that are spread over data-parallel ranks compute the tokens of all of them, so those ranks give equal
+        numbers of micro-batches here and in :meth:`log_probs`.
 
         Returns:
             Sums of the losses' metrics over this rank's micro-batches (``loss`` among them; empty on ranks that do not

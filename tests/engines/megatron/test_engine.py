@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "qwen3-tied": {"tie_word_embeddings": True},
     "llama-bias": {"attention_bias": True, "mlp_bias": True},
     "qwen3-bias": {"attention_bias": True},
+    "qwen3_moe": {},
+    "qwen3_moe-tied": {"tie_word_embeddings": True, "norm_topk_prob": False},
 }
 
 
@@ -76,7 +78,7 @@ def train_on_rank(rank: int, runs: list[tuple[str, Case, float, int]]) -> list[t
     return found
 
 
-@pytest.mark.parametrize("architecture", ["qwen3-tied", "qwen2"])
+@pytest.mark.parametrize("architecture", ["qwen3-tied", "qwen2", "qwen3_moe"])
 def test_updates_equal_transformers_and_torch_adamw(tmp_path, architecture):
     """Loss and gradient norm to 1e-5 over 4 updates with warm-up, clipped and not; with any micro-batches, with logits
     of three tokens at a time, and with activations computed again in backward."""
@@ -106,12 +108,11 @@ def test_updates_equal_transformers_and_torch_adamw(tmp_path, architecture):
 
 
 def test_bfloat16_trains_near_float32(tmp_path):
-    folder = save_tiny_model(tmp_path, "qwen3")
-    expected = train_oracle(folder, clip=1.0)
-    [[(trained, weights)]] = run_ranks(train_on_rank, 1, [(folder, Case(dtype=torch.bfloat16), 1.0, 2**20)])
+    folder = save_tiny_model(tmp_path, "qwen3", dtype="bfloat16", initializer_range=0.02)
+    [[(trained, weights)]] = run_ranks(train_on_rank, 1, [(folder, Case(dtype=torch.bfloat16), 0.5, 2**20)])
     assert all(w.dtype == torch.bfloat16 for w in weights.values())
-    assert trained.losses == pytest.approx(expected.losses, abs=5e-2)
-    assert trained.norms == pytest.approx(expected.norms, rel=1e-1)  # 8 bits of mantissa, four updates apart
+    apart = differences(trained, train_oracle(folder))
+    assert max(apart["loss"], apart["grad_norm"]) < 1e-2, apart
 
 
 def poisoned_on_rank(rank: int, folder: str):

@@ -38,6 +38,8 @@ MODELS = {
     "llama": {"num_hidden_layers": 4},
     "llama-tied": {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "llama-bias": {"attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {},
+    "qwen3_moe-tied": {"tie_word_embeddings": True, "norm_topk_prob": False},
 }
 CASES = {
     2: [
@@ -50,12 +52,16 @@ CASES = {
         ("qwen3", Case({"cp": 2}, 2)),
         ("qwen2-tied", Case({}, 2)),
         ("qwen3", Case({}, 2, distributed=False, micro=1)),
+        ("qwen3_moe", Case({"ep": 2}, 2)),
+        ("qwen3_moe-tied", Case({"tp": 2}, 2)),
     ],
     4: [
         ("qwen3-tied", Case({"tp": 2, "pp": 2}, 4)),
         ("qwen2-tied", Case({"tp": 2}, 4, options={"recompute": "full"})),
         ("llama-tied", Case({"pp": 2, "vpp": 2}, 4)),
         ("qwen3", Case({"cp": 2, "pp": 2}, 4)),
+        ("qwen3_moe-tied", Case({"tp": 2, "pp": 2, "ep": 2, "etp": 1}, 4)),
+        ("qwen3_moe", Case({"ep": 2, "etp": 2}, 4, options={"recompute": "full"})),
     ],
 }
 RESUMED = [Case({"pp": 2}, 2), Case({}, 2), Case({"cp": 2}, 2)]
