@@ -40,13 +40,14 @@ class World:
         known = {}
         for rank in range(layout.world_size):
             at = layout.coordinates(rank)
-            key = (at.tp, at.pp)
-            if key not in known:
-                if isinstance(layout, GenerationLayout):
-                    known[key] = vllm_table(spec, layout.tp, at.tp), vllm_shard(hf, spec, layout.tp, at.tp)
-                else:
-                    table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
-                    known[key] = table, megatron_shard(hf, spec, layout.tp, layout.pp, at.tp, at.pp)
+            key = (at.pp, at.tp, at.ep, at.etp)
+            if key not in known and isinstance(layout, GenerationLayout):
+                args = (layout.tp, at.tp, layout.ep)
+                known[key] = vllm_table(spec, *args), vllm_shard(hf, spec, *args)
+            elif key not in known:
+                table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
+                experts = (layout.ep, at.ep), (layout.etp, at.etp)
+                known[key] = table, megatron_shard(hf, spec, layout.tp, layout.pp, at.tp, at.pp, *experts)
             self.tables[rank], self.shards[rank] = known[key]
 
     def shifted(self, by):
@@ -128,6 +129,32 @@ def transitions(draw, most=16):
     training = ParallelLayout(tp=tp, pp=pp, cp=cp, dp=dp)
     fitting = [g for g in (1, 2, 4, 8) if training.world_size % g == 0]
     return training.generation(tp=draw(st.sampled_from(fitting)))
+
+
+@st.composite
+def transitions_with_experts(draw):
+    """Experts over ranks of one replica or of several, or cut like the rest; in generation whole or cut."""
+    degrees = {"tp": draw(st.sampled_from([1, 2, 4])), "cp": draw(st.sampled_from([1, 2]))}
+    dp = draw(st.sampled_from([1, 2, 4] if degrees["tp"] * degrees["cp"] < 4 else [1, 2]))
+    stage = degrees["tp"] * degrees["cp"]
+    ep, etp = draw(
+        st.sampled_from([(1, degrees["tp"])] + [(e, t) for e in (2, 4) for t in (1, 2) if stage * dp % (e * t) == 0])
+    )
+    pp = draw(st.sampled_from([1, 2])) if ep * etp == stage else 1
+    training = ParallelLayout(**degrees, dp=dp, pp=pp, ep=ep, etp=etp)
+    tp = draw(st.sampled_from([g for g in (1, 2, 4) if training.world_size % g == 0]))
+    return training.generation(tp=tp, ep=draw(st.sampled_from([1, tp])))
+
+
+@settings(max_examples=30)
+@given(transitions_with_experts(), st.booleans())
+def test_experts_travel_as_everything_else_does(generation, back):
+    spec = make_spec("qwen3_moe", hidden_size=8, head_dim=1, moe_intermediate_size=4, num_hidden_layers=2)
+    source, target = World(spec, generation.training), World(spec, generation)
+    if back:
+        source, target = target, source
+    groups = smallest_groups([generation.transition_groups(), world_of(generation)], source.tables, target.tables)
+    check(plans_of(groups, source, target), source, target)
 
 
 def world_of(layout):
