@@ -20,7 +20,7 @@ from hybridflow.protocol.meta import Max, Sum
 from hybridflow.resharding.boxes import slices, uncovered, whole
 from hybridflow.resharding.guard import Guard
 from hybridflow.resharding.layout import GenerationLayout
-from hybridflow.resharding.plan import Table, plan_local
+from hybridflow.resharding.plan import Table, plan_transfers
 from hybridflow.resharding.transport import copy_local, make_group, reshard
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Handover:
 
     def __init__(self, actor: MegatronEngine, rollout: RolloutEngine, table: Table) -> None:
         self.actor, self.rollout = actor, rollout
-        self._back = plan_local(table, actor.table)
+        self._back = [transfer.copy for transfer in plan_transfers({0: table}, {0: actor.table})]
         self._memory = Offload(partial(parameters, actor), kept=False)
         self._padding = [
             (parameter.name, slices(part))
