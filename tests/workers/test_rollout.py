@@ -12,6 +12,7 @@ from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import hf_table, megatron_table, padded_vocab_size
 from hybridflow.protocol.data import DataProto
+from hybridflow.resharding.hybrid import TRAINING
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.workers.base import WorkerContext, registrations
 from hybridflow.workers.rollout import RolloutWorker, add_sample_ids, row_seed
@@ -42,6 +43,12 @@ class Trained:
         load_parameters(folder, self.table, self._parameters)
 
 
+def train(worker, folder: str) -> None:
+    """What an update or a checkpoint does: new weights for the actor, in the phase that has them in memory."""
+    worker.context.phases.enter(TRAINING)
+    worker.context.peers["actor"].engine.take(folder)
+
+
 @pytest.fixture(scope="module")
 def worker(folders, tmp_path_factory):
     config = RunConfig(
@@ -62,7 +69,7 @@ def worker(folders, tmp_path_factory):
 @pytest.fixture
 def synced(worker, folders):
     """The worker with the weights of the folder ``tied`` as version 0."""
-    worker.context.peers["actor"].engine.take(folders["tied"])
+    train(worker, folders["tied"])
     worker.sync_weights(0)
     return worker
 
@@ -147,7 +154,7 @@ def test_greedy_evaluation_reports_temperature_one(synced):
 def test_a_sync_brings_the_actors_weights_and_its_version(synced, folders, reference_greedy):
     greedy = SamplingConfig(temperature=0.0)
     for version, name in ((0, "tied"), (4, "other"), (5, "tied")):
-        synced.context.peers["actor"].engine.take(folders[name])
+        train(synced, folders[name])
         report = synced.sync_weights(version)
         weights = sum(math.prod(shape) for shape in hf_table(synced.engine.spec).values())
         assert report["sync/bytes"] == 4 * weights and report["sync/seconds"] > 0

@@ -102,8 +102,7 @@ def optimizer_state(engine: MegatronEngine) -> Iterator[torch.Tensor]:
 
 
 def parameters(engine: MegatronEngine) -> Iterator[torch.Tensor]:
-    for module in engine.modules.values():
-        yield from module.parameters()
+    yield from engine.parameters().values()
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
