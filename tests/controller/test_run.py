@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from hybridflow import compose
@@ -16,6 +18,7 @@ from hybridflow.config import GRPOConfig
 from hybridflow.controller.placement import ROLE_ORDER, AbsentRole
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.run import Run
+from hybridflow.protocol.data import DataProto
 from hybridflow.tracking import Tracker
 from tests.assets import overrides_for
 from tests.controller.conftest import group_on
@@ -64,6 +67,20 @@ def test_a_decaying_schedule_that_a_resume_rescales_is_warned_of(
     )
     assert (warning in printed.getvalue()) is warned
     assert ("warning" in printed.getvalue()) is warned
+
+
+@pytest.mark.parametrize(("trainer", "ends"), [(-1.25, False), (-1.75, True), (math.nan, True)])
+def test_a_rollout_that_is_too_far_from_its_trainer_ends_the_run_if_wanted(
+    tmp_path: Path, trainer: float, ends: bool
+) -> None:
+    every = ["checkpoint.every=0", "evaluate.every=0", "tracking.rollouts_every=0"]
+    run, _ = run_of(tmp_path, "tracking.mismatch_stop=0.5", *every)
+    columns = {"rollout_log_probs": [-1.0, -2.0], "log_probs": [trainer, -2.0]}
+    batch = {name: DataProto.jagged([torch.tensor(row)]) for name, row in columns.items()}
+    tokens = {name: DataProto.jagged([torch.tensor([2, 3])]) for name in ("prompts", "responses")}
+    run.finish_step({}, DataProto.from_dict({**batch, **tokens}))
+    reason = "the rollout's log_probs differ from the trainer's by up to {}, more than 0.5 (tracking.mismatch_stop)"
+    assert run.stop_reason == (reason.format(f"{abs(trainer + 1):g}") if ends else "")
 
 
 @pytest.mark.ray

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import vllm_table
 from hybridflow.resharding.layout import ParallelLayout
+from tests.engines.megatron.parity import Case
 from tests.ranks import run_ranks
+from tests.workers.parity import Pair, compare_on_rank, save_model
 
 pytest.importorskip("vllm")
 
@@ -42,6 +45,17 @@ def refusal(engine, requests) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def generate_apart(engine, rank: int, request) -> str:
+    """The error of a rank whose peer goes on where it has ended; the peer, rank 3, is let go when rank 1 is gone."""
+    from hybridflow.engines.vllm import groups
+
+    groups.PATIENCE = timedelta(seconds=5)
+    params = engine._params
+    if rank == 3:
+        engine._params = lambda request, sampling: params(replace(request, max_tokens=8), sampling)
+    return refusal(engine, [request])
 
 
 def train_and_generate(rank: int, folder: str, settings, prompts):
@@ -73,11 +87,13 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     # Of vocabularies the rows from 72 on are padding on the second half of the ranks, which no sync writes.
     grown = all(torch.allclose(p[:72], 1.5 * weights[n][:72]) for n, p in rollout.parameters().items())
 
-    rollout.close()
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total, group=actor.parallel.tp_group)
+    apart = generate_apart(rollout, rank, Request(prompts[0], 1, 2)) if at.dp == 1 else ""
+    rollout.close()
     assert total.item() == 10 and dist.is_initialized()
     return {
+        "apart": apart,
         "answers": found,
         "weights": weights,
         "report": report,
@@ -148,6 +164,21 @@ def test_ranks_of_a_replica_that_are_asked_for_different_responses_refuse(ranks)
 
 
 @pytest.mark.distributed
+def test_ranks_of_a_replica_compute_the_same_log_probs_bit_for_bit(ranks):
+    """Each decides alone when a response ends, from logits that it shares with the others."""
+    for replica in (0, 1):
+        first, second = (found["answers"] for found in ranks[replica::2])
+        assert first == second
+
+
+@pytest.mark.distributed
+def test_a_rank_whose_peer_does_not_end_says_so(ranks):
+    assert ranks[1]["apart"].startswith("rank 1 compared their responses with ranks [3], which generate together with")
+    assert "They have failed, or go on where this rank has ended" in ranks[1]["apart"]
+    assert ranks[3]["apart"], "the peer notices that it is alone"
+
+
+@pytest.mark.distributed
 def test_a_later_sync_brings_the_changed_weights(ranks):
     assert all(found["grown"] and found["versions"] == {8} for found in ranks)
 
@@ -177,3 +208,21 @@ def test_experts_travel_to_whole_ones_and_to_slices(folders, settings, prompts, 
             for prompt, got in zip(prompts, completions, strict=True):
                 expected = reference_log_probs(folders["experts"], prompt, got.token_ids, SAMPLING.temperature)
                 assert (torch.tensor(got.log_probs) - expected).abs().max() < 1e-5
+
+
+PAIRS = [
+    ("qwen3", Pair(Case({"tp": 2}, 2), tp=2)),
+    ("qwen2", Pair(Case({"pp": 2}, 2), tp=2)),
+    ("qwen3_moe", Pair(Case({"ep": 2}, 2), tp=2, ep=2)),
+]
+
+
+@pytest.mark.distributed
+def test_rollout_and_trainer_agree_on_log_probs_before_and_after_updates(tmp_path):
+    """A selection: ``python -m benchmarks.generation_parity`` runs the table of docs/layouts.md."""
+    jobs = [(save_model(tmp_path / name, name), pair) for name, pair in PAIRS]
+    answers = run_ranks(compare_on_rank, 2, jobs)
+    for number, (name, pair) in enumerate(PAIRS):
+        found = [answer[number] for answer in answers if answer[number]]
+        assert len(found) == 2 // pair.training.layout.get("pp", 1)
+        assert all(len(apart) == 2 and max(apart) < 1e-5 for apart in found), (name, pair, found)

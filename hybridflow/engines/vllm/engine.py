@@ -280,7 +280,8 @@ class RolloutEngine:
                 f"vLLM lost {len(missing)} of {len(requests)} requests, the first is request {missing[0]}."
             )
         # A rank that drew another token went on with its own: what the others computed with it is then wrong as well.
-        groups.require_agreement("their responses", [completion and completion.token_ids for completion in completions])
+        responses = [completion and completion.token_ids for completion in completions]
+        groups.require_agreement("their responses", responses, groups.PATIENCE)
         return completions  # type: ignore[return-value]
 
     def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:

@@ -22,6 +22,8 @@ LOSS = LossConfig(entropy_coef=0.01)
 UPDATES = 4
 LR, WARM_UP, CLIP = 1e-3, 2, 0.5
 Rows = list[torch.Tensor]
+Data = tuple[Rows, Rows, Rows]
+"""Prompts, responses and masks."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Trained:
     log_probs: torch.Tensor | None
 
 
-def rows(count: int = 8, seed: int = 3, below: int = VOCAB) -> tuple[Rows, Rows, Rows]:
-    """Prompts, responses and masks of different lengths."""
+def rows(count: int = 8, seed: int = 3, below: int = VOCAB) -> Data:
+    """Rows of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, below, (n,), generator=generator)  # noqa: E731
     prompts = [draw(2 + i % 5) for i in range(count)]
@@ -85,29 +87,39 @@ def oracle_log_probs(model: Any, prompt: torch.Tensor, response: torch.Tensor, v
     return torch.stack([log_p.gather(1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
 
 
-def train_oracle(folder: str, updates: int = UPDATES, clip: float = CLIP) -> Trained:
-    """The updates by transformers and torch.optim.AdamW in float32."""
+def train_oracle(
+    folder: str, updates: int = UPDATES, clip: float = CLIP, dtype: torch.dtype = torch.float32
+) -> Trained:
+    """The updates by transformers and torch.optim.AdamW; ``dtype`` computes, gradients are summed and weights are kept
+    in float32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parameters = list(model.parameters())
+    mains = [parameter.detach().float().clone() for parameter in parameters]
+    optimizer = torch.optim.AdamW(mains, lr=LR, weight_decay=0.0)
     prompts, responses, masks = rows()
     old, advantages = ppo_columns(responses)
     tokens = sum(float(m.sum()) for m in masks)
     losses, norms = [], []
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (update + 1) / WARM_UP)
-        optimizer.zero_grad()
-        total = torch.zeros(())
+        for main in mains:
+            main.grad = torch.zeros_like(main)
+        losses.append(0.0)
         for prompt, response, mask, o, a in zip(prompts, responses, masks, old, advantages, strict=True):
             log_probs, entropy = oracle_log_probs(model, prompt, response)
             ratio = (log_probs - o).exp()
-            loss = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) - 0.01 * entropy
-            total = total + loss[mask].sum() / tokens
-        total.backward()
-        losses.append(total.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf).item())
+            by_token = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)) - 0.01 * entropy
+            loss = by_token[mask].sum() / tokens
+            losses[-1] += loss.item()
+            for main, gradient in zip(mains, torch.autograd.grad(loss, parameters), strict=True):
+                main.grad += gradient
+        norms.append(torch.nn.utils.clip_grad_norm_(mains, clip or torch.inf).item())
         optimizer.step()
+        with torch.no_grad():
+            for parameter, main in zip(parameters, mains, strict=True):
+                parameter.copy_(main)
     with torch.no_grad():
         scored = [oracle_log_probs(model, p, r) for p, r in zip(prompts, responses, strict=True)]
     return Trained(losses, norms, torch.cat(scored, dim=1))
@@ -126,11 +138,11 @@ def settings(case: Case, clip: float = CLIP) -> OptimizerConfig:
     return OptimizerConfig(lr=LR, warmup_steps=WARM_UP, clip_grad=clip, distributed=case.distributed)
 
 
-def cut(engine: Any, case: Case, masked: bool, valid: int = VOCAB) -> list[Any]:
-    """The micro-batches of this rank's data-parallel part of the rows."""
+def cut(engine: Any, case: Case, masked: bool, data: Data | None = None) -> list[Any]:
+    """The micro-batches of this rank's data-parallel part of the rows, those of :func:`rows` unless given others."""
     from hybridflow.engines.megatron.batch import make_micro_batch
 
-    prompts, responses, masks = rows(below=valid)
+    prompts, responses, masks = data or rows()
     share = len(prompts) // engine.layout.dp
     mine = range(engine.parallel.coordinates.dp * share, (engine.parallel.coordinates.dp + 1) * share)
     lengths = [len(prompts[i]) + len(responses[i]) for i in mine]
@@ -148,11 +160,11 @@ def cut(engine: Any, case: Case, masked: bool, valid: int = VOCAB) -> list[Any]:
     ]
 
 
-def score(engine: Any, case: Case, valid: int = VOCAB) -> torch.Tensor | None:
+def score(engine: Any, case: Case, data: Data | None = None) -> torch.Tensor | None:
     """[2, N]: log-probability and entropy of the response tokens of all rows, on ranks of the last stage."""
     import torch.distributed as dist
 
-    micros = cut(engine, case, masked=False, valid=valid)
+    micros = cut(engine, case, masked=False, data=data)
     answers = engine.log_probs(micros, TEMPERATURE)
     found: dict[int, torch.Tensor] = {}
     for micro, answer in zip(micros, answers, strict=False):

@@ -44,7 +44,7 @@ def score_on_rank(rank: int, folders: list[str], valid: int, chunk_bytes: int) -
     from hybridflow.engines.megatron import model
 
     model.LOGIT_CHUNK_BYTES = chunk_bytes
-    return [score(build(folder, Case(), valid=valid), Case(), valid) for folder in folders]
+    return [score(build(folder, Case(), valid=valid), Case(), rows(below=valid)) for folder in folders]
 
 
 @pytest.mark.parametrize(("valid", "chunk_bytes"), [(VOCAB, 2**20), (52, 4 * VOCAB * 3)])
