@@ -21,9 +21,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridflow.config import DAPOConfig, GRPOConfig, RunConfig, SFTConfig
+from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, RunConfig, SFTConfig
 
-SCHEMAS: dict[str, type[RunConfig]] = {"GRPOConfig": GRPOConfig, "DAPOConfig": DAPOConfig, "SFTConfig": SFTConfig}
+SCHEMAS: dict[str, type[RunConfig]] = {kind.__name__: kind for kind in (GRPOConfig, DAPOConfig, SFTConfig, DPOConfig)}
 ANY_NAME = "*"
 """Stands in a path for a name that the user chooses, such as a pool's."""
 

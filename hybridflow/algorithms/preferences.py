@@ -1,6 +1,7 @@
 """Losses for pairs of a chosen and a rejected answer: Bradley-Terry for reward models, DPO for policies.
 
-Pure functions that return one number per pair [N]; the caller averages by the global number of pairs.
+Losses return one number per pair [N]; the caller averages by the global number of pairs. :func:`dpo_advantages` is the
+step of DPO's driver: what a pair's loss asks of its two answers, so that the update needs to know nothing of pairs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from hybridflow.algorithms.losses import Metrics
+from hybridflow.algorithms.masked import row_sum
+from hybridflow.config import PreferenceConfig
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.data import DataProto
 
 
 def bradley_terry(
@@ -66,6 +70,46 @@ def dpo(
         "rejected_reward": beta * bad.detach().sum(),
     }
     return loss, metrics
+
+
+def dpo_advantages(batch: DataProto, config: PreferenceConfig) -> DataProto:
+    """One weight per answer, such that the plain policy gradient of the batch is the gradient of :func:`dpo`.
+
+    The gradient of mean_i loss_i is sum_i (d loss_i / d s) grad s over both answers of each pair, s the sum of an
+    answer's log-probabilities. The factor in front needs log-probabilities alone; with it as ``advantages``, the loss
+    ``reinforce`` (-A log p) aggregated as ``seq-mean-token-sum`` has that very gradient, however rows are spread over
+    micro-batches and ranks. It is the gradient at the weights that gave ``log_probs``: one update a step.
+
+    Args:
+        batch: jagged ``log_probs``, ``ref_log_probs``, ``response_mask``; ``chosen`` [B] bool, True and False by turns.
+
+    Returns:
+        Jagged ``advantages``. ``meta_info["metrics"]``: ``preference/loss``, ``accuracy`` (the chosen answer's
+        log-ratio is the greater one), ``chosen_reward``, ``rejected_reward`` and ``margin`` between them, means over
+        pairs.
+
+    Raises:
+        DataError: where rows are not pairs, or an answer has no token.
+    """
+    chosen = batch["chosen"].tolist()
+    if chosen != [True, False] * (len(chosen) // 2):
+        raise DataError("chosen: pairs are two neighbouring rows, the chosen answer first. Keep the order of the rows.")
+    mask = batch.padded("response_mask", value=False)
+    if not bool(mask.any(dim=1).all()):
+        raise DataError(f"response_mask: row {int((~mask.any(dim=1)).nonzero()[0])} has no token to learn.")
+    sums = row_sum(batch.padded("log_probs").double(), mask).requires_grad_()
+    ref = row_sum(batch.padded("ref_log_probs").double(), mask)
+    with torch.enable_grad():
+        loss, sums_of = dpo(sums[0::2], sums[1::2], ref[0::2], ref[1::2], config.beta, config.label_smoothing)
+        (slope,) = torch.autograd.grad(loss.mean(), sums)
+    # The update divides by the number of sequences, the gradient above already has its denominator.
+    weights = torch.where(mask, (-slope * len(chosen))[:, None], 0.0).float()
+    metrics = {"loss": loss.mean().item(), **{name: float(x) / len(loss) for name, x in sums_of.items()}}
+    metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
+    return DataProto.from_dict(
+        {"advantages": DataProto.from_padded(weights, batch.lengths("response_mask"))},
+        meta_info={"metrics": {f"preference/{name}": value for name, value in metrics.items()}},
+    )
 
 
 def _check_pairs(**tensors: torch.Tensor) -> None:

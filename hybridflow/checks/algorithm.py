@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
-from hybridflow.config import GRPOConfig, RLConfig, SFTConfig
+from hybridflow.config import DPOConfig, GRPOConfig, PairsConfig, RLConfig, SFTConfig
 
 
 @rule("actor.loss.name", "algorithm.estimator")
@@ -162,6 +162,30 @@ def supervised_settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
             yield Problem("actor.loss.name", f"actor.loss.name={loss!r}: supervised fine-tuning needs 'sft'.")
         if n != 1:
             yield Problem("rollout.n", f"rollout.n={n}: a supervised batch has one answer a prompt. Set it to 1.")
+
+
+@rule("actor", "rollout.n", "data.prompts_per_step")
+def pairs_suit_the_driver(facts: Facts) -> Iterator[Problem]:
+    actor, n = facts.config.actor, facts.config.rollout.n
+    if isinstance(facts.config, PairsConfig) and n != 2:
+        yield Problem("rollout.n", f"rollout.n={n}: a pair has two answers, the chosen and the rejected. Set it to 2.")
+    if not isinstance(facts.config, DPOConfig):
+        return
+    for name, wanted in (("name", "reinforce"), ("aggregation", "seq-mean-token-sum"), ("old_log_probs", "log_probs")):
+        value = getattr(actor.loss, name)
+        if value != wanted:
+            yield Problem(
+                f"actor.loss.{name}",
+                f"actor.loss.{name}={value!r}: DPO's gradient is that of {wanted!r} with a weight for each answer, "
+                f"which the driver computes. Set it to {wanted}.",
+            )
+    if facts.updates > 1:
+        yield Problem(
+            "actor.mini_batch_size",
+            f"{facts.updates} updates a step = actor.epochs * rows / actor.mini_batch_size = {actor.epochs} * "
+            f"{facts.rows} / {facts.rows_per_update}: DPO weighs answers by the weights before the step, which holds "
+            "for one update. Set actor.epochs=1 and actor.mini_batch_size=0; data.prompts_per_step is the batch size.",
+        )
 
 
 def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str, ...]]) -> Iterator[Problem]:

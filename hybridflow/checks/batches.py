@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
-from hybridflow.config import SFTConfig
+from hybridflow.config import RLConfig
 
 
 @rule("roles", "pools", "data.prompts_per_step", "rollout.n", "actor.mini_batch_size")
@@ -73,7 +73,7 @@ def schedule_fits_the_run(facts: Facts) -> Iterator[Problem]:
 @rule("rollout.sampling")
 def truncated_sampling_is_seen(facts: Facts) -> Iterator[Problem]:
     s = facts.config.rollout.sampling
-    if (s.top_p < 1 or s.top_k > 0) and not isinstance(facts.config, SFTConfig):
+    if (s.top_p < 1 or s.top_k > 0) and isinstance(facts.config, RLConfig):
         yield Problem(
             "rollout.sampling",
             f"rollout.sampling.top_p={s.top_p}, top_k={s.top_k}: rollouts are drawn from a truncated distribution, "

@@ -71,6 +71,8 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
 
 @rule("model", "rollout", "roles")
 def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
+    if "rollout" not in facts.placed:
+        return
     spec, layout = facts.spec, facts.placed["rollout"].layout
     size = DTYPE_BYTES[facts.config.model.dtype]
     layers, heads = math.ceil(spec.num_layers / layout.pp), math.ceil(spec.num_kv_heads / layout.tp)

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.values import present
+from hybridflow.config import DPOConfig, RLConfig, RunConfig
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.resharding.layout import GenerationLayout
 
 ROLES = ("actor", "rollout", "reference", "reward")
-REQUIRED_ROLES = ("actor", "rollout", "reward")
+REQUIRED_ROLES = {RunConfig: ("actor",), DPOConfig: ("actor", "reference"), RLConfig: ("actor", "rollout", "reward")}
+"""Roles without which a driver cannot run, by its schema or the nearest one above it. Without rollout and reward the
+other drivers run and are not evaluated."""
 MODEL_ROLES = ("actor", "rollout", "reference")
 KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
@@ -23,12 +26,17 @@ AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
 """Axes of a layout besides dp that the engine of a role offers in this version."""
 
 
+def required_roles(config: RunConfig) -> tuple[str, ...]:
+    """What :data:`REQUIRED_ROLES` says of a configuration."""
+    return next(REQUIRED_ROLES[kind] for kind in type(config).__mro__ if kind in REQUIRED_ROLES)
+
+
 @rule()
 def roles_are_known(facts: Facts) -> Iterator[Problem]:
     for role in facts.config.roles:
         if role not in ROLES:
             yield Problem(f"roles.{role}", f"roles.{role}: there is no role {role!r}.{nearest(role, ROLES)}")
-    for role in REQUIRED_ROLES:
+    for role in required_roles(facts.config):
         if role not in facts.placed:
             pools = nearest("", facts.config.pools).strip().replace("Known", "Pools")
             yield Problem(
@@ -55,6 +63,8 @@ def pools_exist(facts: Facts) -> Iterator[Problem]:
 
 @rule("roles", "pools")
 def rollout_shares_the_actors_pool(facts: Facts) -> Iterator[Problem]:
+    if "rollout" not in facts.placed:
+        return
     actor, rollout = facts.placed["actor"].pool, facts.placed["rollout"].pool
     if actor != rollout:
         yield Problem(
@@ -95,7 +105,7 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
 
 @rule("roles", "pools")
 def a_transition_costs_no_more_than_it_must(facts: Facts) -> Iterator[Problem]:
-    layout = facts.layout("rollout")
+    layout = facts.layout("rollout") if "rollout" in facts.placed else None
     text = layout.warning() if isinstance(layout, GenerationLayout) else ""
     if text:
         yield Problem("roles.rollout.layout", f"roles.rollout.layout: {text}", warning=True)
@@ -112,7 +122,7 @@ def reference_is_placed_where_it_is_needed(facts: Facts) -> Iterator[Problem]:
                 f"{path}={coef} measures a KL to the reference, but roles.reference is not placed. "
                 f"Use placement=colocate_reference or roles.reference={{pool: NAME}}, or set {path}=0.",
             )
-    if placed and not any(coefs.values()):
+    if placed and not any(coefs.values()) and "reference" not in required_roles(facts.config):
         yield Problem(
             "roles.reference",
             f"roles.reference is placed, but {' and '.join(f'{path}=0' for path in coefs)} never use it: it costs "

@@ -182,6 +182,8 @@ RANGES: dict[str, Range] = {
     "tracking.mismatch_stop": NATURAL,
     "ray.object_store_gb": POSITIVE,
     "dynamic_sampling.max_tries": COUNT,
+    "preference.beta": POSITIVE,
+    "preference.label_smoothing": Range(0, 0.5, open_high=True),
     "algorithm.eps": NATURAL,
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, PreferenceConfig
 from hybridflow.config.algorithm import CorrectionConfig as CorrectionConfig
 from hybridflow.config.base import Settings
 from hybridflow.config.data import DataConfig, RewardConfig
@@ -352,6 +352,18 @@ class RunConfig(Settings):
 @dataclass
 class SFTConfig(RunConfig):
     """``examples/sft.py``."""
+
+
+@dataclass
+class PairsConfig(RunConfig):
+    """What drivers on pairs of a chosen and a rejected answer have in common."""
+
+
+@dataclass
+class DPOConfig(PairsConfig):
+    """``examples/dpo.py``."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
 
 @dataclass

@@ -83,3 +83,16 @@ class DynamicSamplingConfig(Settings):
 
     by: str = "solved"
     max_tries: int = 5
+
+
+@dataclass
+class PreferenceConfig(Settings):
+    """DPO's loss of a pair (``hybridflow.algorithms.preferences``).
+
+    Attributes:
+        beta: weight of the log-ratio to the reference; above 0.
+        label_smoothing: the chance that a pair is labelled the wrong way round, below 0.5.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0

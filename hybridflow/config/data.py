@@ -24,6 +24,7 @@ class DataConfig(Settings):
         long_prompts: ``error`` or ``filter`` (dropped and counted) for prompts over ``rollout.max_prompt_tokens``.
         system_prompt: put before rows that have no system message.
         prompt_key, answer_key: columns of plain files that hold the prompt and the ground truth.
+        chosen_key, rejected_key: columns that hold the two answers of a pair, for drivers on preferences.
     """
 
     train: str = MISSING
@@ -36,6 +37,8 @@ class DataConfig(Settings):
     system_prompt: str = ""
     prompt_key: str = "prompt"
     answer_key: str = "ground_truth"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
 
 
 @dataclass

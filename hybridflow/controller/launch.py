@@ -16,10 +16,11 @@ from hybridflow import checks
 from hybridflow.algorithms.step import check_functions
 from hybridflow.checkpoint import CheckpointStore, resume_from
 from hybridflow.checks.cluster import starts_ray_here
-from hybridflow.config import RunConfig, SFTConfig
+from hybridflow.config import PairsConfig, RunConfig, SFTConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
+from hybridflow.data.pairs import PairSource
 from hybridflow.data.prompts import PromptSource, SupervisedSource
 from hybridflow.models.tokenizer import load_tokenizer
 from hybridflow.rewards.components import check_reward
@@ -43,8 +44,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
     check_functions(config)
     print(plan.placement_table())
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    kind = SupervisedSource if isinstance(config, SFTConfig) else PromptSource
-    source = kind(config.data, tokenizer, config.rollout, config.seed)
+    source = _source_kind(config)(config.data, tokenizer, config.rollout, config.seed)
     print(source.describe())
     if config.roles.get("reward") is not None:
         check_reward(config.reward)
@@ -66,6 +66,13 @@ def launch(config: RunConfig) -> Iterator[Run]:
             run.restore(resumed[1])
         yield run
         tracker.finish()
+
+
+def _source_kind(config: RunConfig) -> type[PromptSource]:
+    """What a driver's steps are made of: prompts, prompts with their answers, or pairs of answers."""
+    if isinstance(config, PairsConfig):
+        return PairSource
+    return SupervisedSource if isinstance(config, SFTConfig) else PromptSource
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 Where it stands: before a run; everything it writes is read back like a user's own model and data. ``python -m
 hybridflow.data.demo --out DIR`` writes ``DIR/model`` (a Qwen3 folder with random weights and a byte tokenizer),
-``DIR/train.jsonl`` and ``DIR/heldout.jsonl``. Invariant: the same seed writes the same weights and the same rows, and
-no addition stands in both files.
+``DIR/train.jsonl``, ``DIR/heldout.jsonl`` and ``DIR/pairs.jsonl``. Invariant: the same seed writes the same weights and
+the same rows, and no addition that is held out stands in another file.
 """
 
 from __future__ import annotations
@@ -113,21 +113,35 @@ def additions(seed: int = 0, held_out_share: float = 0.1) -> tuple[list[dict], l
     return rows[num_held_out:], rows[:num_held_out]
 
 
+def with_wrong_answers(rows: list[dict], seed: int = 0) -> list[dict]:
+    """Rows of :func:`additions` as pairs: ``chosen`` is the sum, ``rejected`` another one with one digit changed."""
+    draw, pairs = random.Random(f"pairs/{seed}"), []
+    for row in rows:
+        right = row["ground_truth"]
+        place = draw.randrange(len(right))
+        digit = draw.choice([x for x in "123456789" if x != right[place]])
+        wrong = right[:place] + digit + right[place + 1 :]
+        pairs.append({"prompt": row["messages"], "chosen": right, "rejected": wrong, "data_source": "additions"})
+    return pairs
+
+
 def write_demo(out: str | Path, seed: int = 0) -> None:
-    """Write ``model/``, ``train.jsonl`` and ``heldout.jsonl`` below ``out``."""
+    """Write ``model/``, ``train.jsonl``, ``heldout.jsonl`` and ``pairs.jsonl`` below ``out``."""
     out = Path(out)
     write_model(out / "model", seed)
-    for name, rows in zip(("train.jsonl", "heldout.jsonl"), additions(seed), strict=True):
+    train, held_out = additions(seed)
+    files = {"train.jsonl": train, "heldout.jsonl": held_out, "pairs.jsonl": with_wrong_answers(train, seed)}
+    for name, rows in files.items():
         (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hybridflow.data.demo", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", required=True, type=Path, help="folder for model/ and the two .jsonl files")
+    parser.add_argument("--out", required=True, type=Path, help="folder for model/ and the .jsonl files")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the split (default 0)")
     given = parser.parse_args()
     write_demo(given.out, given.seed)
-    print(f"Wrote {given.out}/model, {given.out}/train.jsonl (7290 rows) and {given.out}/heldout.jsonl (810 rows).")
+    print(f"Wrote {given.out}/model, train.jsonl (7290 rows), heldout.jsonl (810 rows) and pairs.jsonl (7290 pairs).")
 
 
 if __name__ == "__main__":

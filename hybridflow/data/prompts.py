@@ -42,13 +42,13 @@ class Prompt:
         uid: number of the row in its source.
         row: what the source says; ``row.messages`` begins with the system prompt.
         ids: token ids up to where the model begins.
-        response: token ids of the answer with its end of turn, in supervised training.
+        responses: token ids of the answers to learn from, each with its end of turn.
     """
 
     uid: int
     row: Row
     ids: list[int]
-    response: list[int] | None = None
+    responses: tuple[list[int], ...] = ()
 
 
 class PromptSource:
@@ -145,8 +145,11 @@ class PromptSource:
         return collate(prompts, start)
 
     def _numbered(self, source: str, seed: int) -> list[tuple[int, Row]]:
-        rows = load_rows(source, self.config, seed)
+        rows = self._load(source, seed)
         return [(uid, _with_messages(row, self.config.system_prompt)) for uid, row in enumerate(rows)]
+
+    def _load(self, source: str, seed: int) -> list[Row]:
+        return load_rows(source, self.config, seed)
 
     def _order(self, epoch: int) -> np.ndarray:
         """Order of the training prompts in an epoch."""
@@ -175,8 +178,8 @@ class PromptSource:
             raise DataError(f"All {len(prompts)} rows were dropped as too long ({self._too_long(prompts[0])}).")
         return kept
 
-    def _responses(self, rows: Sequence[Row], part: str) -> list[list[int] | None]:
-        return [None] * len(rows)
+    def _responses(self, rows: Sequence[Row], part: str) -> list[tuple[list[int], ...]]:
+        return [()] * len(rows)
 
     def _too_long(self, prompt: Prompt) -> str:
         """What is too long about a prompt; empty if nothing is."""
@@ -205,22 +208,36 @@ class SupervisedSource(PromptSource):
     """
 
     def _collate(self, prompts: Sequence[Prompt], start: int) -> DataProto:
-        responses = [torch.tensor(prompt.response, dtype=torch.int64) for prompt in prompts]
+        responses = [torch.tensor(response, dtype=torch.int64) for prompt in prompts for response in prompt.responses]
         answers = DataProto.from_dict(
             tensors={
                 "responses": DataProto.jagged(responses),
                 "response_mask": DataProto.jagged([torch.ones(len(r), dtype=torch.bool) for r in responses]),
             }
         )
-        return collate(prompts, start).union(answers)
+        return collate(prompts, start).repeat(len(responses) // len(prompts)).union(answers)
 
-    def _responses(self, rows: Sequence[Row], part: str) -> list[list[int] | None]:
+    def _answers(self, row: Row) -> Sequence[str]:
+        """The texts to learn from, as many for each row."""
+        answer = row.ground_truth if row.answer is None else row.answer
+        if answer is None:
+            raise DataError(
+                f"{row.where}: nothing to learn: no final assistant message and no ground truth. Set data.answer_key."
+            )
+        return [str(answer)]
+
+    def _responses(self, rows: Sequence[Row], part: str) -> list[tuple[list[int], ...]]:
         if part != "train":
-            return [None] * len(rows)
+            return [()] * len(rows)
         special = special_ids(self.tokenizer)
-        texts = [answer_text(self.tokenizer, row.messages, _answer(row), row.where) for row in rows]
-        ids = [end_of_turn(self.tokenizer, row, special) for row in encode(self.tokenizer, texts)]
-        ends = sorted({row[-1] for row in ids if row[-1] != self.tokenizer.eos_token_id})
+        texts = [
+            [answer_text(self.tokenizer, row.messages, answer, row.where) for answer in self._answers(row)]
+            for row in rows
+        ]
+        encoded = encode(self.tokenizer, [text for answers in texts for text in answers])
+        ids = iter([end_of_turn(self.tokenizer, row, special) for row in encoded])
+        found = [tuple(list(next(ids)) for _ in answers) for answers in texts]
+        ends = sorted({ids[-1] for answers in found for ids in answers if ids[-1] != self.tokenizer.eos_token_id})
         if ends:
             log.warning(
                 "The chat template ends a turn with %s, not with the eos_token %r: unless the model's generation "
@@ -229,11 +246,12 @@ class SupervisedSource(PromptSource):
                 self.tokenizer.eos_token,
                 ends,
             )
-        return list(ids)
+        return found
 
     def _too_long(self, prompt: Prompt) -> str:
-        if prompt.response is not None and len(prompt.response) > self.limits.max_tokens:
-            return f"an answer of {len(prompt.response)} tokens, rollout.max_tokens={self.limits.max_tokens}"
+        longest = max(map(len, prompt.responses), default=0)
+        if longest > self.limits.max_tokens:
+            return f"an answer of {longest} tokens, rollout.max_tokens={self.limits.max_tokens}"
         return super()._too_long(prompt)
 
 
@@ -281,12 +299,3 @@ def _with_messages(row: Row, system_prompt: str) -> Row:
 
 def _identity(row: Row) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in row.messages)
-
-
-def _answer(row: Row) -> str:
-    answer = row.ground_truth if row.answer is None else row.answer
-    if answer is None:
-        raise DataError(
-            f"{row.where}: nothing to learn: no final assistant message and no ground truth. Set data.answer_key."
-        )
-    return str(answer)

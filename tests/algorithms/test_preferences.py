@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.preferences import bradley_terry, dpo
+from hybridflow.algorithms.objective import objective
+from hybridflow.algorithms.preferences import bradley_terry, dpo, dpo_advantages
+from hybridflow.config import LossConfig, PreferenceConfig
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.protocol.data import DataProto
 
 
 def test_bradley_terry_is_the_log_loss_of_the_gap():
@@ -46,6 +49,85 @@ def test_dpos_gradient_is_the_papers_and_leaves_the_reference_alone():
     torch.testing.assert_close(chosen.grad, -0.3 * torch.sigmoid(-gap))
     torch.testing.assert_close(rejected.grad, 0.3 * torch.sigmoid(-gap))
     assert ref_chosen.grad is None and ref_rejected.grad is None
+
+
+LENGTHS = (3, 1, 4, 2, 2, 5)
+
+
+def answers(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [6, 5, 7] float64 of three pairs of answers, their tokens, the reference's log_probs and the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 5, 7, generator=generator, dtype=torch.float64).requires_grad_()
+    tokens = torch.randint(7, (6, 5), generator=generator)
+    ref = torch.randn(6, 5, generator=generator, dtype=torch.float64) - 2
+    return logits, tokens, ref, torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def picked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def pairs_of(log_probs: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor) -> DataProto:
+    lengths = torch.tensor(LENGTHS)
+    return DataProto.from_dict(
+        {
+            "log_probs": DataProto.from_padded(log_probs.detach(), lengths),
+            "ref_log_probs": DataProto.from_padded(ref, lengths),
+            "response_mask": DataProto.from_padded(mask, lengths),
+            "chosen": torch.tensor([True, False] * 3),
+        }
+    )
+
+
+@pytest.mark.parametrize("cuts", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[5, 0], [3, 1, 4], [2]]])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+def test_the_update_with_dpos_advantages_has_the_gradient_of_dpo(cuts: list[list[int]], label_smoothing: float):
+    logits, tokens, ref, mask = answers()
+    sums = (picked(logits, tokens) * mask).sum(dim=1)
+    refs = (ref * mask).sum(dim=1)
+    loss, _ = dpo(sums[0::2], sums[1::2], refs[0::2], refs[1::2], 0.3, label_smoothing)
+    (wanted,) = torch.autograd.grad(loss.mean(), logits)
+
+    config = PreferenceConfig(beta=0.3, label_smoothing=label_smoothing)
+    found = dpo_advantages(pairs_of(picked(logits, tokens), ref, mask), config)
+    assert found.meta_info["metrics"]["preference/loss"] == pytest.approx(loss.mean().item())
+    settings = LossConfig(name="reinforce", aggregation="seq-mean-token-sum")
+    weights = found.padded("advantages")
+    for rows in cuts:
+        share, _ = objective(
+            *(picked(logits, tokens)[rows], torch.zeros(len(rows), 5)),
+            {"advantages": weights[rows].double()},
+            mask[rows],
+            settings,
+            num_tokens=float(mask.sum()),
+            num_sequences=6.0,
+        )
+        share.backward()
+    torch.testing.assert_close(logits.grad, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_what_pairs_say_of_themselves_is_the_mean_over_pairs():
+    logits, tokens, ref, mask = answers(1)
+    found = dpo_advantages(pairs_of(picked(logits, tokens), ref, mask), PreferenceConfig(beta=0.5)).meta_info["metrics"]
+    ratios = 0.5 * ((picked(logits, tokens) - ref) * mask).sum(dim=1).detach()
+    margins = ratios[0::2] - ratios[1::2]
+    assert found == {
+        "preference/loss": pytest.approx(torch.nn.functional.softplus(-margins).mean().item()),
+        "preference/accuracy": pytest.approx((margins > 0).double().mean().item()),
+        "preference/chosen_reward": pytest.approx(ratios[0::2].mean().item()),
+        "preference/rejected_reward": pytest.approx(ratios[1::2].mean().item()),
+        "preference/margin": pytest.approx(margins.mean().item()),
+    }
+
+
+def test_rows_that_are_no_pairs_are_refused():
+    logits, tokens, ref, mask = answers()
+    batch = pairs_of(picked(logits, tokens), ref, mask)
+    with pytest.raises(DataError, match="pairs are two neighbouring rows, the chosen answer first"):
+        dpo_advantages(batch[[1, 0, 2, 3]], PreferenceConfig())
+    mask[3] = False
+    with pytest.raises(DataError, match="response_mask: row 3 has no token to learn"):
+        dpo_advantages(pairs_of(picked(logits, tokens), ref, mask), PreferenceConfig())
 
 
 def test_bad_input_is_refused():

@@ -7,11 +7,11 @@ import pytest
 
 from hybridflow import compose
 from hybridflow.checks import Plan, check
-from hybridflow.config import DAPOConfig, GRPOConfig, SFTConfig
+from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, SFTConfig
 from hybridflow.errors import ConfigError
 from tests.assets import overrides_for
 
-DRIVERS = {"grpo": GRPOConfig, "dapo": DAPOConfig, "sft": SFTConfig}
+DRIVERS = {"grpo": GRPOConfig, "dapo": DAPOConfig, "sft": SFTConfig, "dpo": DPOConfig}
 
 
 @pytest.fixture(scope="module")

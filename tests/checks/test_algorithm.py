@@ -140,3 +140,29 @@ def test_a_function_of_the_users_own_may_read_anything(checked: Callable[..., Pl
 
 def test_kl_in_the_reward_takes_the_reference(checked: Callable[..., Plan]) -> None:
     assert checked("placement=colocate_reference", "algorithm.kl_coef=0.1").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.n=1", "rollout.n=1: a pair has two answers, the chosen and the rejected. Set it to 2."),
+        ("actor.loss.name=ppo", "actor.loss.name='ppo': DPO's gradient is that of 'reinforce' with a weight for each"),
+        ("actor.loss.aggregation=token-mean", "actor.loss.aggregation='token-mean': DPO's gradient is that of 'seq-"),
+        (
+            "actor.mini_batch_size=64",
+            "2 updates a step = actor.epochs * rows / actor.mini_batch_size = 1 * 128 / 64: DPO weighs answers by the "
+            "weights before the step, which holds for one update. Set actor.epochs=1 and actor.mini_batch_size=0;",
+        ),
+        ("roles.reference=null", "roles.reference is not placed. Give it as roles.reference={pool: NAME}."),
+        ("preference.beta=0", "preference.beta=0.0: has to be above 0."),
+        ("preference.label_smoothing=0.5", "preference.label_smoothing=0.5: has to be at least 0 and below 0.5."),
+    ],
+)
+def test_dpo_is_one_update_on_pairs(override: str, message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(override, name="dpo")
+
+
+def test_training_on_given_answers_needs_neither_rollout_nor_reward(checked: Callable[..., Plan]) -> None:
+    alone = ["roles.rollout=null", "roles.reward=null", "~pools.cpu"]
+    assert set(checked(*alone, name="sft").layouts) == {"actor"}
+    assert set(checked(*alone, name="dpo").layouts) == {"actor", "reference"}
