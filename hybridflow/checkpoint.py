@@ -3,6 +3,7 @@
     <store>/step_000120/...            what the run wrote, plus manifest.json: sizes and checksums of all files
     <store>/latest                     the name of the newest whole folder, for people and other tools
     <store>/unfinished_step_000130/    being written, or left by a run that died; removed before the next is written
+    <store>/step_000120_replaced/      the same step written earlier, while the newer one takes its name
 
 Where it stands: the run writes into a folder that :meth:`CheckpointStore.writing` gives it; the roles' own files lie in
 it. Invariants: a folder gets its final name only when every byte of it is on disk; an older checkpoint is deleted only
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 LATEST = "latest"
 RESUME_MODES = ("never", "auto")
-_PREFIX, _UNFINISHED = "step_", "unfinished_"
+_PREFIX, _UNFINISHED, _REPLACED = "step_", "unfinished_", "_replaced"
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,19 @@ class CheckpointStore:
             _fsync(path)
         final = self.folder(step)
         if final.exists():
-            # The same step again: a folder cannot be replaced in one go, so the old one steps aside first.
-            final.rename(self.root / f"{_UNFINISHED}replaced_{final.name}")
+            # The same step again: a folder cannot be replaced in one go, so the old one steps aside first, under a
+            # name by which it is found should the run die between the two.
+            aside = self.root / f"{final.name}{_REPLACED}"
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
         unfinished.rename(final)
         _fsync(self.root)
         new_latest = self.root / f"{_UNFINISHED}{LATEST}"
         new_latest.write_text(final.name + "\n", "utf-8")
         _fsync(new_latest)
         new_latest.rename(self.root / LATEST)
-        shutil.rmtree(self.root / f"{_UNFINISHED}replaced_{final.name}", ignore_errors=True)
+        for path in self.root.glob(f"{_PREFIX}*{_REPLACED}"):
+            shutil.rmtree(path)
         for _, path in self.checkpoints()[: -self.keep] if self.keep else []:
             shutil.rmtree(path)
         _fsync(self.root)

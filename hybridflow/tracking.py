@@ -272,6 +272,23 @@ def save_config(config: RunConfig, path: Path) -> None:
     path.write_text(head + OmegaConf.to_yaml(OmegaConf.structured(config)), "utf-8")
 
 
+def changed_settings(config: RunConfig, path: Path) -> list[str]:
+    """The settings of a configuration that are others in a file of :func:`save_config`: ``steps=20 (was 10)``.
+
+    Where a run goes and what it shows of itself is left out. A setting that only one of them has is not compared.
+    """
+    now, before = (_flat(OmegaConf.to_container(c)) for c in (OmegaConf.structured(config), OmegaConf.load(path)))
+    free = ("name", "runs_dir", "checkpoint.", "tracking.")
+    both = [key for key in now if key in before and not key.startswith(free)]
+    return [f"{key}={now[key]!r} (was {before[key]!r})" for key in both if now[key] != before[key]]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {k: v for name, part in value.items() for k, v in _flat(part, f"{path}.{name}".lstrip(".")).items()}
+
+
 def as_json_row(metrics: Mapping[str, float], timestamp: float) -> dict[str, Any]:
     """Metrics as JSON values: numbers that are not finite become None and are named in ``not_finite``."""
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]

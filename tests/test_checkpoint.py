@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,9 +77,42 @@ def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
     assert sorted(p.name for p in store.root.iterdir()) == ["latest", "step_000005"]
 
 
+def die(target: Callable[[Path], None], root: Path) -> None:
+    """Run a function that kills its process."""
+    child = multiprocessing.get_context("fork").Process(target=target, args=(root,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def _die_while_replacing(root: Path) -> None:
+    rename = Path.rename
+
+    def last(path: Path, target: Path) -> None:
+        rename(path, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.rename = last  # type: ignore[assignment,method-assign]
+    write(CheckpointStore(root, keep=1), 5, "new")
+
+
+def test_a_run_that_dies_while_a_step_is_replaced_loses_neither(tmp_path: Path) -> None:
+    """The old folder has lost its name and the new one has not got it yet."""
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 5, "old")
+    die(_die_while_replacing, tmp_path)
+    assert not store.folder(5).exists()
+    step, folder = store.latest() or (0, tmp_path)
+    assert (step, (folder / "actor" / "model.bin").read_text()) == (5, "old")
+    assert resume_from("auto", store) == (5, folder)
+    write(store, 6)
+    assert sorted(p.name for p in store.root.iterdir()) == ["latest", "step_000006"]
+
+
 def corrupt(path: Path) -> None:
+    """Flip one bit of the byte in the middle."""
     data = bytearray(path.read_bytes())
-    data[0] ^= 0xFF
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
@@ -87,7 +121,8 @@ def corrupt(path: Path) -> None:
     [
         (lambda folder: corrupt(folder / "actor" / "model.bin"), "model.bin has other contents than were written"),
         (lambda folder: (folder / "actor" / "model.bin").unlink(), "model.bin is missing"),
-        (lambda folder: (folder / "run.json").write_text("{"), "run.json has 1 bytes, it was written with"),
+        (lambda folder: os.truncate(folder / "actor" / "model.bin", 3), "model.bin has 3 bytes, it was written with 7"),
+        (lambda folder: (folder / "run.json").unlink(), "run.json is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json cannot be read: No such file or directory"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json is damaged: it is not JSON"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "manifest.json is damaged"),
@@ -165,10 +200,7 @@ def _write_and_die(root: Path) -> None:
 def test_a_killed_writer_leaves_the_earlier_checkpoint_and_its_remains_are_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     write(store, 1)
-    child = multiprocessing.get_context("fork").Process(target=_write_and_die, args=(tmp_path,))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
+    die(_write_and_die, tmp_path)
     assert (tmp_path / "unfinished_step_000002").is_dir()
     assert store.latest() == (1, store.folder(1))
     write(store, 3)

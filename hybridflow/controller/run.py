@@ -30,7 +30,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metrics
 from hybridflow.timing import Timer
-from hybridflow.tracking import Tracker, mismatch_above
+from hybridflow.tracking import Tracker, changed_settings, mismatch_above, save_config
 
 INTERRUPTED = "interrupted"
 
@@ -172,6 +172,7 @@ class Run:
             place = {"step": self.step, "position": self.stream.position}
             state = {**place, "order": self._order(), "schedule": self._schedule()}
             self.store.write_json(folder / "run.json", state)
+            save_config(self.config, folder / "config.yaml")
         self._saved = self.step
         saved = self.store.folder(self.step)
         link = self.tracker.run_dir / "model"
@@ -198,6 +199,8 @@ class Run:
         self.stream.position = int(saved["position"])
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
+        if changed := changed_settings(self.config, folder / "config.yaml"):
+            self.tracker.say(f"settings that differ from those it was saved with: {', '.join(changed)}")
 
     def stop(self, reason: str) -> None:
         """End the run after the current step."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,15 @@ import torch
 from rich.console import Console
 
 from hybridflow import compose
-from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint import CheckpointStore, verify
 from hybridflow.checks import check
 from hybridflow.config import GRPOConfig
 from hybridflow.controller.placement import ROLE_ORDER, AbsentRole
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.run import Run
+from hybridflow.data.demo import byte_tokenizer
+from hybridflow.data.prompts import PromptSource
+from hybridflow.data.stream import PromptStream
 from hybridflow.protocol.data import DataProto
 from hybridflow.tracking import Tracker
 from tests.assets import overrides_for
@@ -81,6 +87,45 @@ def test_a_rollout_that_is_too_far_from_its_trainer_ends_the_run_if_wanted(
     run.finish_step({}, DataProto.from_dict({**batch, **tokens}))
     reason = "the rollout's log_probs differ from the trainer's by up to {}, more than 0.5 (tracking.mismatch_stop)"
     assert run.stop_reason == (reason.format(f"{abs(trainer + 1):g}") if ends else "")
+
+
+def test_a_resume_tells_which_settings_have_changed_since(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path, "steps=10")
+    saved = run.save()
+    resumed, printed = run_of(tmp_path, "checkpoint.resume=auto", "name=other", "steps=20", "actor.optimizer.lr=1e-5")
+    resumed.restore(saved)
+    assert printed.getvalue().endswith(
+        "settings that differ from those it was saved with: steps=20 (was 10), actor.optimizer.lr=1e-05 (was 0.0006)\n"
+    )
+    same, printed = run_of(tmp_path, "steps=10", "checkpoint.resume=auto", "tracking.rollouts_every=7")
+    same.restore(saved)
+    assert "settings that differ" not in printed.getvalue()
+
+
+def test_a_checkpoint_holds_a_configuration_that_can_be_run_again(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path, "steps=10")
+    run.step = 3
+    saved = run.save()
+    assert set(verify(saved).files) == {"run.json", "config.yaml"}
+    assert compose.load("config", GRPOConfig, [], saved) == run.config
+
+
+def test_sigterm_ends_the_run_after_its_step_and_saves_it(tmp_path: Path) -> None:
+    run, printed = run_of(tmp_path, "steps=4", "data.prompts_per_step=2", "tracking.rollouts_every=0")
+    rows = [json.dumps({"prompt": f"{i}+1=", "ground_truth": str(i + 1)}) for i in range(3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    run.source = PromptSource(run.config.data, byte_tokenizer(), run.config.rollout, seed=0)
+    run.stream = PromptStream(run.source)
+    before = signal.getsignal(signal.SIGTERM)
+    for prompts in run.steps():
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        responses = DataProto.jagged([torch.tensor([1, 2])] * 2)
+        run.finish_step({}, prompts.union(DataProto.from_dict({"responses": responses})))
+    assert run.store.latest() == (2, run.store.folder(2))
+    assert run.store.read_json(run.store.folder(2) / "run.json")["position"] == 4
+    assert "Interrupted after step 2 of 4" in printed.getvalue()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.ray

@@ -64,7 +64,13 @@ CASES = {
         ("qwen3_moe", Case({"ep": 2, "etp": 2}, 4, options={"recompute": "full"})),
     ],
 }
-RESUMED = [Case({"pp": 2}, 2), Case({}, 2), Case({"cp": 2}, 2)]
+# Training that goes on from a checkpoint: where it was saved, and where it is loaded, by ranks.
+SAVED, UPDATES_AFTER = Case({"tp": 2}, 4), 3
+RESUMED = {
+    4: [SAVED, Case({}, 4), Case({"pp": 2}, 4)],
+    2: [Case({"pp": 2}, 2), Case({"cp": 2}, 2)],
+    1: [Case()],
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +85,42 @@ def expected(folders) -> dict[str, Trained]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folders, tmp_path_factory) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, folders, str(tmp_path_factory.mktemp("two")), timeout=280)
-
-
-@pytest.fixture(scope="module")
 def four_ranks(folders, tmp_path_factory) -> list[dict[str, Any]]:
     return run_ranks(on_four_ranks, 4, folders, str(tmp_path_factory.mktemp("four")), timeout=280)
 
 
-def on_two_ranks(rank: int, folders: dict[str, str], out: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def two_ranks(folders, four_ranks) -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks, 2, folders, four_ranks[0]["saved"], timeout=280)
+
+
+@pytest.fixture(scope="module")
+def one_rank(folders, four_ranks) -> list[dict[str, Any]]:
+    return run_ranks(on_one_rank, 1, folders, four_ranks[0]["saved"])
+
+
+def on_four_ranks(rank: int, folders: dict[str, str], out: str) -> dict[str, Any]:
+    start, saved = f"{out}/start", f"{out}/saved"
+    save(folders["llama"], Case({"tp": 2, "pp": 2, "vpp": 2}, 4), updates=0, out=start)
+    save(folders["qwen3-tied"], SAVED, updates=UPDATES, out=saved)
+    return {
+        "trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[4]]),
+        "resumed": resume(folders["qwen3-tied"], saved, RESUMED[4]),
+        "start": start,
+        "saved": saved,
+    }
+
+
+def on_two_ranks(rank: int, folders: dict[str, str], saved: str) -> dict[str, Any]:
     return {
         "trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[2]]),
-        "resumed": resume(folders["qwen3-tied"], out),
+        "resumed": resume(folders["qwen3-tied"], saved, RESUMED[2]),
         "by turns": by_turns(folders["llama"], folders["qwen3"]),
     }
 
 
-def on_four_ranks(rank: int, folders: dict[str, str], out: str) -> dict[str, Any]:
-    save(folders["llama"], Case({"tp": 2, "pp": 2, "vpp": 2}, 4), updates=0, out=out)
-    return {"trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[4]]), "out": out}
+def on_one_rank(rank: int, folders: dict[str, str], saved: str) -> dict[str, Any]:
+    return {"resumed": resume(folders["qwen3-tied"], saved, RESUMED[1])}
 
 
 def save(folder: str, case: Case, updates: int, out: str) -> None:
@@ -110,16 +132,15 @@ def save(folder: str, case: Case, updates: int, out: str) -> None:
     checkpoint.save(engine, out, ModelConfig(path=folder))
 
 
-def resume(folder: str, out: str) -> list[Trained]:
-    """Half of the updates by a tensor-parallel group, a checkpoint, and the rest in each other layout."""
+def resume(folder: str, saved: str, cases: list[Case]) -> list[Trained]:
+    """What more updates from a checkpoint give in each layout."""
     from hybridflow.engines.megatron import checkpoint
 
-    save(folder, Case({"tp": 2}, 2), UPDATES // 2, out)
     found = []
-    for case in RESUMED:
+    for case in cases:
         engine = build(folder, case, settings(case))
-        checkpoint.load(engine, out)
-        found.append(train(engine, case, UPDATES - UPDATES // 2))
+        checkpoint.load(engine, saved)
+        found.append(train(engine, case, UPDATES_AFTER))
     return found
 
 
@@ -154,12 +175,15 @@ def test_every_layout_trains_as_one_process_does(expected, world, request):
         assert silent == world - world // case.layout.get("pp", 1)
 
 
-def test_training_goes_on_in_another_layout(expected, two_ranks):
-    """Weights, both moments and the schedule's clock, saved by a tensor-parallel group."""
-    wanted = expected["qwen3-tied"]
-    rest = Trained(wanted.losses[UPDATES // 2 :], wanted.norms[UPDATES // 2 :], wanted.log_probs)
-    for answer in two_ranks:
-        for case, found in zip(RESUMED, answer["resumed"], strict=True):
+@pytest.mark.parametrize("world", RESUMED)
+def test_training_goes_on_in_another_layout(folders, world, request):
+    """Weights, both moments and the schedule's clock, saved by two replicas of a tensor-parallel group that share the
+    optimizer's state out among them."""
+    answers = request.getfixturevalue({4: "four_ranks", 2: "two_ranks", 1: "one_rank"}[world])
+    wanted = train_oracle(folders["qwen3-tied"], UPDATES + UPDATES_AFTER)
+    rest = Trained(wanted.losses[UPDATES:], wanted.norms[UPDATES:], wanted.log_probs)
+    for answer in answers:
+        for case, found in zip(RESUMED[world], answer["resumed"], strict=True):
             assert_equal(found, rest, case)
 
 
@@ -176,7 +200,7 @@ def test_roles_of_one_process_keep_to_their_own_layouts(folders, expected, two_r
 def test_a_checkpoint_of_four_ranks_is_the_model_bit_for_bit(folders, four_ranks):
     from safetensors.torch import load_file
 
-    out = Path(four_ranks[0]["out"])
+    out = Path(four_ranks[0]["start"])
     source = load_file(Path(folders["llama"]) / "model.safetensors")
     found = load_file(out / "model/model.safetensors")
     assert found.keys() == source.keys()
