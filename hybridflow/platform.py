@@ -6,8 +6,10 @@ CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +38,12 @@ class Platform:
         return torch.device("cuda", local_rank) if self.is_cuda else torch.device("cpu")
 
     def memory(self) -> dict[str, int]:
-        """Bytes in use by this process: ``rss`` always, ``allocated``, ``reserved`` and ``peak`` on a GPU."""
+        """Bytes in use by this process: ``rss`` always, ``allocated`` and ``reserved`` on a GPU."""
         with open("/proc/self/statm") as f:
             used = {"rss": int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
         if self.is_cuda:
             used["allocated"] = torch.cuda.memory_allocated()
             used["reserved"] = torch.cuda.memory_reserved()
-            used["peak"] = torch.cuda.max_memory_allocated()
         return used
 
     def used(self) -> int:
@@ -51,6 +52,23 @@ class Platform:
             free, total = torch.cuda.mem_get_info()
             return total - free
         return self.memory()["rss"]
+
+    def forget_peak(self) -> None:
+        """Let :meth:`peak` begin anew, from what is in use now."""
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            # Where /proc is read-only the peak is that of the whole process.
+            with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as f:
+                f.write("5")
+
+    def peak(self) -> int:
+        """Most bytes in use since :meth:`forget_peak`: of a GPU what tensors took, of a CPU what this process held."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated()
+        with open("/proc/self/status") as f:
+            found = re.search(r"VmHWM:\s+(\d+) kB", f.read())
+        return int(found[1]) * 1024 if found else self.memory()["rss"]
 
     def synchronize(self) -> None:
         if self.is_cuda:

@@ -1,7 +1,8 @@
 """Where a step's seconds go: named timers that a driver puts around the parts of its loop.
 
 Step name = timer name = metric prefix. The invariant: ``time/step`` is the sum of all the other times of a flush, so
-nothing is counted twice and what no timer covers shows as ``time/other``.
+nothing is counted twice and what no timer covers shows as ``time/other``. The beginning and end of each use are kept
+for the run's trace (``hybridflow.trace``).
 """
 
 from __future__ import annotations
@@ -27,14 +28,26 @@ STEP_NAMES = (
 )
 
 
+_EPOCH = time.time() - time.perf_counter()
+
+
+def now() -> float:
+    """Seconds since the epoch, never going back. Processes of one node agree, those of several as their clocks do."""
+    return _EPOCH + time.perf_counter()
+
+
 class Timer:
     """Accumulates seconds by name, from its construction or the last :meth:`flush` on.
 
     Args:
         clock: seconds as a float, never going back.
+
+    Attributes:
+        spans: (name, begin, end) of each use; whoever reads them empties the list.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = now) -> None:
+        self.spans: list[tuple[str, float, float]] = []
         self._clock = clock
         self._started = clock()
         self._seconds: dict[str, float] = {}
@@ -56,7 +69,9 @@ class Timer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - begin
+            end = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - begin
+            self.spans.append((name, begin, end))
             self._inside = None
 
     def flush(self) -> dict[str, float]:

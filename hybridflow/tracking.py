@@ -4,11 +4,12 @@ trackers.
     <run>/config.yaml      the resolved configuration, itself a config file: --config-dir <run> --config-name config
     <run>/metrics.jsonl    one JSON object a step, flushed at once
     <run>/rollouts.jsonl   one JSON object a sample
+    <run>/trace.json       the timeline, see ``hybridflow.trace``
 
 Where it stands: the last call of a step. Invariants: a step has exactly one row in ``metrics.jsonl``, in the order of
-the steps; after a resume no row of a step that is to come is left in any file. Samples are written while the next step
-runs, one batch at a time, and are in the file before the next batch's or the end of the run. JSON has no NaN: a value
-that is not finite is ``null`` in its row, and the row's ``not_finite`` names it.
+the steps; after a resume no row of a step that is to come is left in any file. Samples and timeline are written while
+the next step runs, samples one batch at a time, and are in the file before the next batch's or the end of the run. JSON
+has no NaN: a value that is not finite is ``null`` in its row, and the row's ``not_finite`` names it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from hybridflow import report
 from hybridflow.config import RunConfig
 from hybridflow.errors import DataError
 from hybridflow.sinks import SINKS, Row, Sink
+from hybridflow.trace import END, HEAD, Events, Span
 
 if TYPE_CHECKING:
     import torch
@@ -76,13 +78,14 @@ class Tracker:
         self._metrics, self._rollouts = (
             JsonLines(self.run_dir / name, resumed_step) for name in ("metrics.jsonl", "rollouts.jsonl")
         )
+        self._trace, self._events = JsonLines(self.run_dir / "trace.json", resumed_step, HEAD, END), Events()
         earlier = [] if resumed_step == 0 else list(_rows(self.run_dir / "metrics.jsonl"))
         self._sinks: list[Sink] = [SINKS[name].make(config, self.run_dir, earlier) for name in config.tracking.trackers]
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None
         self._tokenizer: Any = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._written: Future[None] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._written: list[Future[None]] = []
         self.say(f"run folder: {self.run_dir} (configuration: {self.run_dir / 'config.yaml'})")
 
     def __enter__(self) -> Tracker:
@@ -126,7 +129,20 @@ class Tracker:
             OSError, DataError: what went wrong with the batch before this one.
         """
         self._finish_writing()
-        self._written = self._writer.submit(self._write_rollouts, step, batch, tag)
+        self._written.append(self._writer.submit(self._write_rollouts, step, batch, tag))
+
+    def trace(self, step: int, timers: Sequence[tuple[str, float, float]], spans: Sequence[Span]) -> None:
+        """Append to the timeline, in the background; arguments as of :meth:`hybridflow.trace.Events.of_step`."""
+        done = [written for written in self._written if written.done()]
+        self._written = [written for written in self._written if written not in done]
+        for written in done:
+            written.result()
+        self._written.append(self._writer.submit(self._write_trace, step, timers, spans))
+
+    def _write_trace(self, step: int, timers: Sequence[tuple[str, float, float]], spans: Sequence[Span]) -> None:
+        for event in self._events.of_step(step, timers, spans):
+            self._trace.append(event)
+        self._trace.flush()
 
     def _write_rollouts(self, step: int, batch: DataProto, tag: str) -> None:
         if self._tokenizer is None:
@@ -138,9 +154,9 @@ class Tracker:
         self._rollouts.flush()
 
     def _finish_writing(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            written.result()
+        written, self._written = self._written, []
+        for each in written:
+            each.result()
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""
@@ -162,6 +178,7 @@ class Tracker:
         self._metrics.close()
         self._writer.shutdown()
         self._rollouts.close()
+        self._trace.close()
         self._finish_writing()
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -200,23 +217,27 @@ class JsonLines:
     Args:
         path: the file.
         resumed_step: what is there is kept up to this step (a torn last line is dropped); 0 empties the file.
+        head: what the file begins with.
+        end: of each line.
 
     Attributes:
         last: the last row of :meth:`write_step`; empty where there is none.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, resumed_step: int, head: bytes = b"", end: bytes = b"\n") -> None:
+        self.path, self._head, self._end = path, head, end
         had_rows = path.is_file() and path.stat().st_size > 0
         if had_rows and not resumed_step:
             log.warning("%s of an earlier run is replaced.", path)
         self._file = path.open("r+b" if had_rows else "w+b")
-        end, self.last, self._last_at = self._position_after(resumed_step)
-        self._file.seek(end)
+        position, self.last, self._last_at = self._position_after(resumed_step)
+        self._file.seek(position)
         self._file.truncate()
+        if position == 0:
+            self._file.write(head)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row))
+        self._file.write(_line(row, self._end))
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the row of a step, or add to the last row where it is of the same step."""
@@ -232,7 +253,7 @@ class JsonLines:
             row = {"step": step, **row}
             self._last_at = self._file.tell()
         self.last = dict(row)
-        self._file.write(_line(row))
+        self._file.write(_line(row, self._end))
         self._file.truncate()
         self.flush()
 
@@ -245,10 +266,12 @@ class JsonLines:
     def _position_after(self, resumed_step: int) -> tuple[int, dict[str, Any], int]:
         """Where the kept part ends, its last row, and where that begins."""
         end, last, last_at = 0, {}, 0
+        if resumed_step and self._file.read(len(self._head)) == self._head:
+            end = len(self._head)
         for line in self._file if resumed_step else ():
             try:
-                row = json.loads(line)
-                keep = line.endswith(b"\n") and row["step"] <= resumed_step
+                row = json.loads(line.removesuffix(self._end))
+                keep = line.endswith(self._end) and row["step"] <= resumed_step
             except (ValueError, KeyError, TypeError):
                 keep = False
             if not keep:
@@ -365,8 +388,8 @@ def _rows(path: Path) -> Iterator[Row]:
         yield row["step"], row["timestamp"], metrics
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False, ensure_ascii=False, default=str).encode() + b"\n"
+def _line(row: Mapping[str, Any], end: bytes) -> bytes:
+    return json.dumps(row, allow_nan=False, ensure_ascii=False, default=str).encode() + end
 
 
 def _duration(seconds: float) -> str:

@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lower never imports higher. Rooms of one rank may import one another.
 RANKS = [
-    ("errors", "config", "importing", "settings", "compose", "platform", "timing"),
+    ("errors", "config", "importing", "settings", "compose", "platform", "timing", "trace"),
     ("algorithms", "protocol", "resharding"),
     ("models", "data", "rewards"),
+    ("planner",),
     ("checks", "checkpoint", "tracking", "sinks", "report"),
     ("engines",),
     ("workers",),
@@ -34,8 +35,8 @@ EAGER = {"engines", "workers", "controller", "cli", "examples"}
 
 # Importable without ray, vllm, megatron and transformers: the pure half of the system.
 PURE = (
-    *("errors", "config", "importing", "settings", "compose", "checks", "platform", "timing"),
-    *("algorithms", "protocol", "resharding/layout", "resharding/plan"),
+    *("errors", "config", "importing", "settings", "compose", "checks", "platform", "timing", "trace"),
+    *("algorithms", "protocol", "resharding/layout", "resharding/plan", "planner"),
 )
 
 

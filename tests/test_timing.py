@@ -65,3 +65,13 @@ def test_a_timer_inside_a_timer_is_refused() -> None:
 
 def test_the_names_are_those_of_a_step() -> None:
     assert len(set(STEP_NAMES)) == len(STEP_NAMES) == 11
+
+
+def test_each_use_leaves_a_span_on_the_given_clock() -> None:
+    clock = Clock()
+    timer = Timer(clock)
+    for _ in range(2):
+        with timer("reward"):
+            clock.now += 1.0
+    timer.flush()
+    assert timer.spans == [("reward", 100.0, 101.0), ("reward", 101.0, 102.0)]

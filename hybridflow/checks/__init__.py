@@ -9,16 +9,19 @@ value, rule and fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 # Importing a module registers its rules; their order here is the order of the problems.
-from hybridflow.checks import values, placement, cluster, batches, algorithm, files  # noqa: F401  # isort: skip
+from hybridflow.checks import values, placement, cluster, batches, algorithm, files, memory  # noqa: F401  # isort: skip
 from hybridflow.checks.base import RULES, Facts, Problem
+from hybridflow.checks.batches import arithmetic
+from hybridflow.checks.memory import device_memory
 from hybridflow.checks.placement import ROLES
 from hybridflow.config import RunConfig
 from hybridflow.errors import ConfigError
+from hybridflow.planner.memory import DeviceMemory, table
 from hybridflow.resharding.layout import Layout
 
 
@@ -34,6 +37,8 @@ class Plan:
         updates: optimizer updates of one training step.
         micro_batches: forwards of one optimizer update on one device; None where a token budget decides.
         max_tokens: most tokens (prompts and responses) of one training step.
+        memory: the estimate for the fullest device of each pool.
+        arithmetic: how the rows of a step are shared: what, number of rows, how it comes about.
         warnings: settings that are ignored or likely not meant.
     """
 
@@ -44,11 +49,13 @@ class Plan:
     updates: int
     micro_batches: int | None
     max_tokens: int
+    memory: tuple[DeviceMemory, ...] = ()
+    arithmetic: tuple[tuple[str, str, str], ...] = ()
     warnings: tuple[str, ...] = ()
     placement: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
     def placement_table(self, nodes: Mapping[str, str] | None = None) -> str:
-        """Pools, roles and layouts, the arithmetic of a step and the warnings, as plain text.
+        """Pools, roles and layouts, memory, the arithmetic of a step and the warnings, as plain text.
 
         Args:
             nodes: where each pool runs, by name; a further column.
@@ -56,18 +63,27 @@ class Plan:
         rows = [("pool", "devices", "role", "layout"), *self.placement]
         if nodes is not None:
             rows = [(*rows[0], "nodes"), *((*row, nodes[row[0]]) for row in self.placement)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        micro = "by token budget" if self.micro_batches is None else str(self.micro_batches)
-        lines += [
-            "",
-            f"a step: {self.rows} rows, at most {self.max_tokens} tokens; {self.updates} update(s) of "
-            f"{self.rows_per_update} rows; micro-batches an update and device: {micro}",
-            f"run folder: {self.run_dir}",
-            *(f"warning: {text}" for text in self.warnings),
-        ]
+        lines = [*_aligned(rows), ""]
+        if self.arithmetic:
+            lines += [*_aligned([("rows of", "", "how"), *self.arithmetic]), ""]
+        if self.memory:
+            lines += [*_aligned(table([*self.memory])), ""]
+        lines += [f"run folder: {self.run_dir}", *(f"warning: {text}" for text in self.warnings)]
         return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A table with a header; columns of numbers stand to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numbers = [all(cell[:1] in "-0123456789" for cell in column[1:]) for column in columns]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if n else cell.ljust(w) for cell, w, n in zip(row, widths, numbers, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def check(config: RunConfig) -> Plan:
@@ -103,6 +119,8 @@ def _plan(facts: Facts, warnings: tuple[str, ...]) -> Plan:
         updates=facts.updates,
         micro_batches=None if by_tokens else math.ceil(rows_each / config.actor.micro_batch_size),
         max_tokens=facts.rows * facts.longest,
+        memory=tuple(device_memory(facts)),
+        arithmetic=tuple(arithmetic(facts)),
         warnings=warnings,
         placement=tuple(
             (at.pool, f"{config.pools[at.pool].devices} {config.pools[at.pool].kind}", role, str(layouts[role]))

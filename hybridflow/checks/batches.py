@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
@@ -80,3 +81,34 @@ def truncated_sampling_is_seen(facts: Facts) -> Iterator[Problem]:
             "while the trainer's log_probs are over the full one. Expect a mismatch; top_p=1 and top_k=0 avoid it.",
             warning=True,
         )
+
+
+def arithmetic(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """How the rows of one step are shared: (what, rows, how it comes about), from the whole to one forward."""
+    config, actor = facts.config, facts.config.actor
+    prompts, n, rows = config.data.prompts_per_step, config.rollout.n, facts.rows
+    yield "a step", str(rows), f"{prompts} prompts * {n} samples; at most {rows * facts.longest} tokens"
+    if "rollout" in facts.placed:
+        replicas = facts.layout("rollout").dp
+        yield "a rollout replica", _shared(rows, replicas), f"{replicas} replicas"
+    dp, update = facts.layout("actor").dp, facts.rows_per_update
+    each = math.ceil(update / dp)
+    name = "actor.mini_batch_size" if actor.mini_batch_size else "actor.mini_batch_size=0: the whole batch"
+    yield "an update", str(update), f"{name}; {facts.updates} update(s) a step, in {actor.epochs} epoch(s)"
+    yield "an update on a replica", _shared(update, dp), f"{dp} data-parallel replicas of the actor"
+    if actor.micro_batch_tokens:
+        least = min(actor.micro_batch_tokens // facts.longest, each)
+        yield "a forward", str(least), f"at least; as many as have {actor.micro_batch_tokens} tokens together"
+    else:
+        size = min(actor.micro_batch_size, each)
+        forwards = math.ceil(each / actor.micro_batch_size)
+        yield (
+            "a forward",
+            str(size),
+            f"actor.micro_batch_size={actor.micro_batch_size}; {forwards} forward(s) an update",
+        )
+
+
+def _shared(rows: int, replicas: int) -> str:
+    low, high = rows // replicas, math.ceil(rows / replicas)
+    return str(low) if low == high else f"{low}-{high}"

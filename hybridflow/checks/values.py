@@ -120,6 +120,7 @@ RANGES: dict[str, Range] = {
     "steps": COUNT,
     "seed": NATURAL,
     "pools.*.cores_per_device": NATURAL,
+    "pools.*.memory_gb": NATURAL,
     "roles.*.layout.tp": COUNT,
     "roles.*.layout.pp": COUNT,
     "roles.*.layout.cp": COUNT,

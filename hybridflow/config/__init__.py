@@ -63,11 +63,14 @@ class PoolConfig(Settings):
         devices: devices per node, such as ``[4, 4]`` for two nodes of four.
         kind: ``device`` (GPUs where there are any, else shares of cores) or ``cpu`` (processes without a device).
         cores_per_device: CPU cores of each device process; 0 shares the machine's cores evenly.
+        memory_gb: memory of each device in GiB, against which the estimate is held before a run; 0 asks this machine
+            where Ray is started on it.
     """
 
     devices: list[int] = MISSING
     kind: str = "device"
     cores_per_device: float = 0
+    memory_gb: float = 0
 
 
 @dataclass

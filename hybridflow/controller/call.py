@@ -23,10 +23,16 @@ from hybridflow.workers.base import Registration
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says to one call: a value, or the error."""
+    """What one rank says to one call: a value, or the error.
+
+    Attributes:
+        measured: when the rank began and ended, by :func:`hybridflow.timing.now`, and the most bytes it held in
+            between; None where it did not run.
+    """
 
     value: Any = None
     error: WorkerError | None = None
+    measured: tuple[float, float, int] | None = None
 
 
 class ArgumentFailed(Exception):

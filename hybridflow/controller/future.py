@@ -21,6 +21,7 @@ from hybridflow.controller.pool import Failure
 from hybridflow.controller.store import packed
 from hybridflow.errors import WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch
+from hybridflow.trace import Span
 
 if TYPE_CHECKING:
     from hybridflow.controller.group import WorkerGroup
@@ -152,7 +153,13 @@ class DataFuture:
             self._outputs[rank] = answer.value
             if answer.error is not None:
                 self._errors[rank] = answer.error
+            if answer.measured is not None:
+                self._group.pool.spans.append(self._span(rank, *answer.measured))
         return bool(ready)
+
+    def _span(self, rank: int, begin: float, end: float, peak: int) -> Span:
+        call = self._invocation
+        return Span(self._group.pool.name, rank, call.role, call.method, call.step, begin, end, peak)
 
     def _answers(self, ranks: dict[Any, int]) -> list[tuple[int, Answer]]:
         try:

@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from hybridflow.platform import CPU, CUDA, Platform
 
 if TYPE_CHECKING:
     from hybridflow.controller.group import DataFuture
+    from hybridflow.trace import Span
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +208,8 @@ class ResourcePool:
         self.failures: list[Failure] = []
         self.num_failures = 0
         self.open_calls: set[DataFuture] = set()
+        # The newest ones: a driver without a Run has nobody who takes them away.
+        self.spans: deque[Span] = deque(maxlen=100_000)
         # Two threads of a driver must not interleave the calls they queue on the ranks: collectives would cross.
         self.lock = threading.Lock()
         self._group: Any = None

@@ -27,6 +27,7 @@ from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.resharding.hybrid import Phases
 from hybridflow.resharding.layout import Layout
+from hybridflow.timing import now
 from hybridflow.workers.base import Worker, WorkerContext
 
 if TYPE_CHECKING:
@@ -201,13 +202,15 @@ class DeviceProcess:
             self._answer(role, "close", None, self.roles[role].close)
 
     def _answer(self, role: str, method: str, step: int | None, run: Callable[[], Any]) -> Answer:
+        self.platform.forget_peak()
+        begin = now()
         try:
             try:
                 self._inside_method = True
                 value = run()
             finally:
                 self._inside_method = False
-            return Answer(value=value)
+            return Answer(value=value, measured=(begin, now(), self.platform.peak()))
         except ArgumentFailed:
             raise
         # sys.exit in a worker would end the process without a word to the driver.

@@ -88,6 +88,7 @@ class Run:
                 self._begin(self.step + 1)
                 yield self.stream.take(self.config.data.prompts_per_step, self.step)
             self._conclude()
+            self._take_spans()
 
     def describe(self) -> str:
         """The placement as a table: pools, devices, roles, layouts, and the nodes that the devices are on.
@@ -265,13 +266,30 @@ class Run:
             self.tracker.say(f"Stopped after step {self.step}: {self.stop_reason}.")
 
     def _log(self, metrics: Mapping[str, float], batch: DataProto | None = None) -> None:
-        found = {**metrics, **self._timer.flush()}
+        found = {**metrics, **self._timer.flush(), **self._take_spans()}
         if batch is not None:
             response_tokens = float(batch.lengths("responses").sum())
             tokens = response_tokens + float(batch.lengths("prompts").sum())
             found["throughput/tokens_per_second"] = tokens / found["time/step"]
             found["throughput/response_tokens_per_second"] = response_tokens / found["time/step"]
         self.tracker.log(self.step, found, batch)
+
+    def _take_spans(self) -> dict[str, float]:
+        """Write what devices and timers did since the last time to the trace.
+
+        Returns:
+            ``memory/<role>_peak_gb``: GiB that a process held at most while it worked for a role, its other roles' part
+            included; the largest over the role's ranks.
+        """
+        pools = {id(group.pool): group.pool for group in self.groups.values() if isinstance(group, WorkerGroup)}
+        spans = [pool.spans.popleft() for pool in pools.values() for _ in range(len(pool.spans))]
+        self.tracker.trace(self.step, self._timer.spans, spans)
+        self._timer.spans = []
+        peaks: dict[str, float] = {}
+        for span in spans:
+            name = f"memory/{span.role}_peak_gb"
+            peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
+        return peaks
 
 
 class _Interrupts:

@@ -83,9 +83,21 @@ def test_the_placement_table(checked: Callable[..., Plan]) -> None:
         "train  [2] device  rollout  tp1 pp1 cp1 dp2",
         "cpu    [1] cpu     reward   tp1 pp1 cp1 dp1",
     ]
-    assert lines[6] == (
-        "a step: 256 rows, at most 10240 tokens; 1 update(s) of 256 rows; micro-batches an update and device: 1"
-    )
+    assert lines[6].split() == ["rows", "of", "how"]
+    assert lines[8:13] == [
+        "a step                  256  32 prompts * 8 samples; at most 10240 tokens",
+        "a rollout replica       128  2 replicas",
+        "an update               256  actor.mini_batch_size=0: the whole batch; 1 update(s) a step, in 1 epoch(s)",
+        "an update on a replica  128  2 data-parallel replicas of the actor",
+        "a forward               128  actor.micro_batch_size=128; 1 forward(s) an update",
+    ]
+    assert lines[14].split() == ["pool", "memory", "of", "a", "device,", "GiB", "update", "sync", "generate"]
+    assert [line.split()[1] for line in lines[16:20]] == [
+        "process",
+        "actor.parameters",
+        "actor.gradients",
+        "actor.optimizer",
+    ]
 
 
 def test_a_token_budget_leaves_the_number_of_micro_batches_open(checked: Callable[..., Plan]) -> None:

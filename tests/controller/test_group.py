@@ -20,6 +20,7 @@ from hybridflow.errors import ConfigError, DataError, PlacementError, WorkerDied
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PerRank, Protocol
 from hybridflow.resharding.layout import ParallelLayout
+from hybridflow.timing import now
 from hybridflow.workers.base import Worker, register
 from tests.controller.conftest import group_on, wait_until_gone
 from tests.controller.echo import Echo, LoudEcho, Refuses
@@ -171,6 +172,21 @@ def test_calls_of_two_roles_on_one_pool_run_in_the_order_of_the_driver(pool: Res
     first, second = group_on(pool, "order_a"), group_on(pool, "order_b", tp=2)
     futures = [group.sum_of_ranks(blocking=False) for group in (first, second, first, second)]
     assert [future.result() for future in futures] == [[3.0, 3.0]] * 4
+
+
+def test_each_rank_says_when_it_worked_and_how_much_memory_it_held(pool: ResourcePool):
+    group = group_on(pool, "measured")
+    group.step = 7
+    pool.spans.clear()
+    before = now()
+    group.nap(0.3, ranks=[1])
+    after = now()
+    assert [(s.pool, s.role, s.method, s.step) for s in pool.spans] == [("main", "measured", "nap", 7)] * 2
+    by_rank = {span.rank: span for span in pool.spans}
+    assert all(before <= span.begin <= span.end <= after for span in by_rank.values())
+    assert by_rank[0].end - by_rank[0].begin < 0.3 <= by_rank[1].end - by_rank[1].begin
+    # A process with torch in it, on a machine of gigabytes.
+    assert all(50 * 2**20 < span.peak < 2**40 for span in by_rank.values())
 
 
 # --------------------------------------------------------------------------------------------------- errors
