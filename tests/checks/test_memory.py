@@ -10,7 +10,7 @@ from hybridflow.planner.memory import GIB
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sum_and_the_fix(refused: Callable[..., str]) -> None:
-    text = refused("pools.train.memory_gb=2.0", "rollout.kv_cache_gb=4", "memory.offload=[]")
+    text = refused("pools.train.memory_gb=2.0", "rollout.kv_cache_gb=4", "memory={offload: [], keep_rollout: false}")
     assert text.startswith("pools.train: rank 0 needs 4.7")
     assert "GiB to generate (process 0.72 + actor.parameters 0.00 + actor.gradients 0.00" in text
     assert "rollout.kv_cache 4.00), and a device has 2.00 GiB. Raise tp or pp in roles.*.layout, lower" in text
@@ -29,8 +29,8 @@ def test_the_processes_of_a_machine_without_gpus_share_its_memory(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "machine_bytes", lambda: 8 * GIB)
-    text = refused("rollout.kv_cache_gb=3")
-    assert text.startswith("pools.train.devices=[2]: 2 x 3.72 (train) + 2.00 (driver, rewards, Ray and ray.object")
+    text = refused("rollout.kv_cache_gb=3", "memory.keep_rollout=false")
+    assert text.startswith("pools.train.devices=[2]: 2 x 3.73 (train) + 2.00 (driver, rewards, Ray and ray.object")
     assert "= 9.45 GiB, and this machine has 8.00 GiB." in text
 
 

@@ -35,7 +35,8 @@ def spec(**changes: object) -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return [*overrides_for(tmp_path_factory.mktemp("assets")), "rollout.kv_cache_gb=0.25"]
+    assets = overrides_for(tmp_path_factory.mktemp("assets"))
+    return [*assets, "rollout.kv_cache_gb=0.25", "memory={offload: [gradients, parameters], keep_rollout: false}"]
 
 
 @pytest.fixture
