@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import time
 from collections import defaultdict
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hybridflow.importing import describe_error
-from hybridflow.rewards.functions import Call, Outcome, failure, score_row, stop_alarms
+from hybridflow.rewards.functions import Call, Outcome, end_a_fork, failure, score_row, stop_alarms
 from hybridflow.rewards.mark import NOBODY, Mark
 
 MOST_THREADS = 1024
@@ -42,6 +43,7 @@ def serve_async(pipe: Connection, calls: Sequence[Call], timeout: float, mark: M
 class _Loop:
     def __init__(self, pipe: Connection, calls: Sequence[Call], timeout: float, mark: Mark) -> None:
         self._pipe, self._calls, self._timeout, self._mark = pipe, calls, timeout, mark
+        self._own = os.getpid()
         self._busy: defaultdict[int, float] = defaultdict(float)
         self._total_busy = 0.0
         self._answers: set[asyncio.Task[None]] = set()
@@ -106,6 +108,7 @@ class _Loop:
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other answer
             raise RuntimeError(describe_error(error)) from error
         finally:
+            end_a_fork(self._own)
             self._mark.begin(NOBODY)
             seconds = time.monotonic() - begin
             self._busy[number] += seconds

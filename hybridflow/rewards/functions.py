@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import pickle
 import signal
 from collections.abc import Mapping, Sequence
@@ -141,6 +142,12 @@ def stop_alarms() -> None:
         signal.setitimer(timer, 0)
 
 
+def end_a_fork(own: int) -> None:
+    """End the process here if it is not ``own``: a child that a function has forked and let return would reply too."""
+    if os.getpid() != own:
+        os._exit(0)
+
+
 def outcome_of(values: Any) -> Outcome:
     """Check what a reward function returned for one answer."""
     try:
@@ -154,7 +161,7 @@ class _NoReward(Exception):
 
 
 def _outcome(values: Any) -> Outcome:
-    is_list = hasattr(values, "__len__") and hasattr(values, "__getitem__")
+    is_list = hasattr(values, "__len__") and hasattr(values, "__getitem__") and getattr(values, "ndim", 1) > 0
     if not is_list or isinstance(values, str | bytes | Mapping):
         raise _NoReward(f"{_kind(values)}; a list with one value is wanted")
     if len(values) != 1:
@@ -179,7 +186,7 @@ def _number(value: Any, place: str = "") -> float:
         raise _NoReward(f"{_kind(value)}, not a number{place}")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise _NoReward(f"{_kind(value)}, not a number{place}") from None
     if not math.isfinite(number):
         raise _NoReward(f"{number}{place}")

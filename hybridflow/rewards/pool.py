@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.importing import describe_error
 from hybridflow.rewards.functions import Component, Outcome, failure
 from hybridflow.rewards.mark import NOBODY, SIZE, Mark
 
@@ -225,6 +226,9 @@ class _Lane(threading.Thread):
         except (EOFError, OSError):
             how = self._end(grace=1)
             return self._lost(self._mark.read()[0], f"the scoring process died ({how})")
+        except Exception as error:  # something else was written into the pipe, or a reply to no question
+            self._end()
+            return self._lost(NOBODY, f"the scoring process sent what is no reply ({describe_error(error)})")
         per_answer = (time.monotonic() - self._sent) / count
         self._at_once = max(1, min(2 * self._at_once, int(HAND_OVER / max(per_answer, 1e-6))))
 

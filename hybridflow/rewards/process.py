@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from hybridflow.errors import RewardError
 from hybridflow.importing import describe_error
-from hybridflow.rewards.functions import Call, Outcome, failure, score_row
+from hybridflow.rewards.functions import Call, Outcome, end_a_fork, failure, score_row
 from hybridflow.rewards.mark import NOBODY, Mark
 
 _PR_SET_PDEATHSIG = 1
@@ -56,6 +56,7 @@ def main(descriptor: int, mark_descriptor: int, parent: int) -> None:
 
 
 def _serve(pipe: Connection, calls: list[Call], mark: Mark) -> None:
+    own = os.getpid()
     while True:
         try:
             questions: list[tuple[int, bytes]] = pipe.recv()
@@ -64,6 +65,7 @@ def _serve(pipe: Connection, calls: list[Call], mark: Mark) -> None:
         for number, question in questions:
             mark.begin(number)
             outcomes = _outcomes(calls, question)
+            end_a_fork(own)
             mark.begin(NOBODY)
             pipe.send_bytes(pickle.dumps((number, outcomes)))
         sys.stdout.flush()

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import math
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
+
+import numpy as np
 
 NOT_A_FUNCTION = 3
 
@@ -41,6 +46,14 @@ def obey(prompts, responses, ground_truth):
             _alarm_in(0.3)
         case "slow":
             time.sleep(0.5)
+        case "fork":  # and lets its child return
+            os.fork()
+        case "fork and exit":
+            if os.fork() == 0:
+                sys.exit(0)
+        case "reply":  # to a question that nobody has asked
+            pipe = next(thing for thing in gc.get_objects() if isinstance(thing, Connection))
+            pipe.send_bytes(pickle.dumps((10**9, [])))
     values = {
         "nan": [math.nan],
         "inf": [math.inf],
@@ -50,6 +63,9 @@ def obey(prompts, responses, ground_truth):
         "empty": [],
         "scalar": 1.0,
         "nothing": None,
+        "array": np.array(1.0),
+        "huge": [10**400],
+        "single": np.array([1.0], dtype=np.float32),
         "dict": [{"score": 0.5, "solved": True, "length": 3}],
         "no score": [{"reward": 1.0}],
         "bad extra": [{"score": 1.0, "why": "good"}],

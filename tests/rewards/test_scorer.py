@@ -33,6 +33,8 @@ FAILING = {
     "two": "returned 2 values for 1 answer",
     "empty": "returned 0 values for 1 answer",
     "scalar": "returned float 1.0; a list with one value is wanted",
+    "array": "returned ndarray; a list with one value is wanted",
+    "huge": "returned int 1000000",
     "nothing": "returned NoneType; a list with one value is wanted",
     "no score": "returned a dict without 'score' (it has reward)",
     "bad extra": "returned str 'good', not a number for 'why'",
@@ -86,6 +88,22 @@ def test_answers_handed_over_together_fail_alone_and_keep_their_order():
     assert values(scores) == [1.0, 0.0] * 20 + [None, 1.0, None, 0.0, None] + [1.0, 0.0] * 20
     reasons = [error for error in scores.errors if error]
     assert reasons == [FAILING["crash"], FAILING["sleep"], FAILING["segfault"]]
+
+
+@pytest.mark.parametrize("function", [OBEY, OBEY_LATER])
+def test_a_child_that_a_function_forks_and_lets_return_does_not_reply(function: str):
+    one = scorer(function)
+    for _ in range(2):
+        assert score(one, ["right", "fork", "right", "fork and exit", "right"]).rewards == [1.0, 0.0, 1.0, 0.0, 1.0]
+    one.close()
+
+
+def test_a_reply_that_nobody_has_asked_for_costs_the_answer_that_sent_it_alone():
+    one = scorer()
+    scores = score(one, ["right", "reply", "right"])
+    one.close()
+    assert values(scores) == [1.0, None, 1.0]
+    assert str(scores.errors[1]).startswith("the scoring process sent what is no reply (KeyError: 1000000000")
 
 
 def test_an_alarm_that_is_left_behind_does_not_go_off_in_the_next_answer():
@@ -233,9 +251,9 @@ def test_scoring_processes_end_with_a_killed_parent_even_inside_a_function(tmp_p
 
 def test_a_dict_reports_score_solved_and_further_numbers():
     one = scorer()
-    scores = score(one, ["dict", "true", "raise"])
+    scores = score(one, ["dict", "true", "single", "raise"])
     one.close()
-    assert scores.rewards[:2] == [0.5, 1.0] and scores.solved == [True, True, False]
+    assert scores.rewards[:3] == [0.5, 1.0, 1.0] and scores.solved == [True, True, True, False]
     assert scores.metrics["length"] == 3.0 and set(scores.metrics) == {"length", "seconds"}
 
 
