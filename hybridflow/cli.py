@@ -19,6 +19,7 @@ from hybridflow.checks import check
 from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.importing import NotThere, import_file
+from hybridflow.models.folder import check_model
 from hybridflow.report import conclude, read_metrics
 from hybridflow.rewards.components import check_reward
 from hybridflow.settings import SCHEMAS
@@ -70,6 +71,7 @@ def _check(arguments: Sequence[str]) -> None:
     config = typed(composed, schema, line.config_name)
     plan = check(config)
     check_functions(config)
+    check_model(config)
     if config.roles.get("reward") is not None:
         check_reward(config.reward)
     print(plan.placement_table())

@@ -7,7 +7,17 @@ import pytest
 
 from hybridflow import __version__
 from hybridflow.cli import main
-from tests.assets import overrides_for
+from hybridflow.data.demo import write_demo
+from tests.assets import write_model
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that name the demo's model and data."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    data = [f"data.train={folder}/train.jsonl", f"data.evaluate={folder}/heldout.jsonl"]
+    return [f"model.path={folder}/model", *data, f"runs_dir={folder}/runs"]
 
 
 def code_of(*arguments: str) -> int:
@@ -16,16 +26,22 @@ def code_of(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_check_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    main(["check", "--config-name", "sft", *overrides_for(tmp_path)])
+def test_check_prints_the_plan(given: list[str], capsys: pytest.CaptureFixture) -> None:
+    main(["check", "--config-name", "sft", *given])
     printed = capsys.readouterr().out
     assert printed.startswith("pool   devices     role     layout")
     assert "every setting is fine; nothing was started." in printed
 
 
-def test_check_of_a_wrong_setting_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert code_of("check", "--config-name", "grpo", "steps=0", *overrides_for(tmp_path)) == 2
+def test_check_of_a_wrong_setting_ends_with_code_2(given: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert code_of("check", "--config-name", "grpo", "steps=0", *given) == 2
     assert capsys.readouterr().err == "error: steps=0: has to be at least 1.\n"
+
+
+def test_check_reads_the_model_folder(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = write_model(tmp_path / "model")
+    assert code_of("check", "--config-name", "grpo", *given, f"model.path={model}") == 1
+    assert f"error: model.path='{model}': {model}/model.safetensors: cannot be read" in capsys.readouterr().err
 
 
 OWN_DRIVER = """
@@ -64,20 +80,20 @@ def own_driver(tmp_path: Path) -> Path:
 
 
 def test_check_of_a_driver_knows_its_schema_and_runs_nothing(
-    own_driver: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    own_driver: Path, given: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    given = ["check", str(own_driver), "--config-dir", str(own_driver.parent / "configs"), *overrides_for(tmp_path)]
-    main([*given, "patience=5"])
+    arguments = ["check", str(own_driver), "--config-dir", str(own_driver.parent / "configs"), *given]
+    main([*arguments, "patience=5"])
     assert "every setting is fine; nothing was started." in capsys.readouterr().out
-    assert code_of(*given, "patienc=5") == 2
+    assert code_of(*arguments, "patienc=5") == 2
     assert "there is no setting 'patienc': 'patienc' is unknown. Did you mean 'patience'?" in capsys.readouterr().err
-    main([*given, "--cfg", "patience=5"])
+    main([*arguments, "--cfg", "patience=5"])
     assert "patience: 5\n" in capsys.readouterr().out
 
 
-def test_check_of_an_example_takes_the_examples_arguments(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_check_of_an_example_takes_the_examples_arguments(given: list[str], capsys: pytest.CaptureFixture) -> None:
     grpo = str(Path(__file__).resolve().parents[1] / "examples" / "grpo.py")
-    main(["check", grpo, "placement=colocate", *overrides_for(tmp_path)])
+    main(["check", grpo, "placement=colocate", *given])
     assert "every setting is fine" in capsys.readouterr().out
 
 

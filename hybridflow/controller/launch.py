@@ -22,7 +22,7 @@ from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
 from hybridflow.data.pairs import PairSource
 from hybridflow.data.prompts import PromptSource, SupervisedSource
-from hybridflow.models.tokenizer import load_tokenizer
+from hybridflow.models.folder import check_model
 from hybridflow.rewards.components import check_reward
 from hybridflow.tracking import Tracker
 
@@ -43,7 +43,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
     plan = checks.check(config)
     check_functions(config)
     print(plan.placement_table())
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = check_model(config)
     source = _source_kind(config)(config.data, tokenizer, config.rollout, config.seed)
     print(source.describe())
     if config.roles.get("reward") is not None:

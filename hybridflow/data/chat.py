@@ -91,11 +91,9 @@ def answer_text(tokenizer: Tokenizer, messages: Messages, answer: str, where: st
 
 
 def _template(tokenizer: Tokenizer, messages: Messages, where: str, **options: Any) -> str:
-    from jinja2 import TemplateError
-
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: besides refusing, it may fail in any way
         raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
 
 

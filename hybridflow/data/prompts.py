@@ -165,6 +165,9 @@ class PromptSource:
         ids = encode(self.tokenizer, [prompt_text(self.tokenizer, row.messages, row.where) for _, row in rows])
         responses = self._responses([row for _, row in rows], part)
         prompts = [Prompt(uid, row, i, r) for (uid, row), i, r in zip(rows, ids, responses, strict=True)]
+        empty = next((prompt.row.where for prompt in prompts if not prompt.ids), None)
+        if empty is not None:
+            raise DataError(f"{empty}: the chat template makes no tokens of the conversation. Mend the row or the template.")
         kept = [prompt for prompt in prompts if not self._too_long(prompt)]
         self.dropped[part] = len(prompts) - len(kept)
         if self.dropped[part] and self.config.long_prompts == "error":

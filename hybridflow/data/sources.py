@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,7 @@ def read_records(source: str) -> Iterator[tuple[Any, str]]:
     if "*" in source:
         files = sorted(Path(found) for found in glob.glob(source))
         if not files:
-            raise DataError(f"No file matches {source}.")
+            raise DataError(f"data: no file matches {source}.")
         for file in files:
             yield from _file_records(file)
     elif path.is_dir():
@@ -94,13 +95,7 @@ def _file_records(path: Path) -> Iterator[tuple[Any, str]]:
     elif path.suffix == ".json":
         yield from _json_array(path)
     elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        file, number = pyarrow.parquet.ParquetFile(path), 0
-        for part in file.iter_batches():
-            for record in part.to_pylist():
-                number += 1
-                yield record, f"{path}, row {number}"
+        yield from _parquet_rows(path)
     else:
         raise DataError(
             f"{path}: unknown extension {path.suffix!r}; known are {', '.join(EXTENSIONS)}. "
@@ -110,7 +105,7 @@ def _file_records(path: Path) -> Iterator[tuple[Any, str]]:
 
 def _utf8(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")  # Windows programs begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}). Convert the file first.") from None
 
@@ -125,7 +120,8 @@ def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
             try:
                 yield json.loads(line), where
             except (json.JSONDecodeError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON ({error}). A .jsonl file holds one JSON object a line.") from None
+                reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{where}: not JSON ({reason}). A .jsonl file holds one JSON object a line.") from None
 
 
 def _json_array(path: Path) -> Iterator[tuple[Any, str]]:
@@ -139,21 +135,39 @@ def _json_array(path: Path) -> Iterator[tuple[Any, str]]:
         yield record, f"{path}, row {number}"
 
 
+def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for part in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for record in part.to_pylist():
+                number += 1
+                yield record, f"{path}, row {number}"
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as Parquet after row {number} ({error}). Write the file again.") from None
+
+
 def _folder_records(folder: Path) -> Iterator[tuple[Any, str]]:
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        if len(splits) > 1:
-            raise DataError(f"{folder} holds the splits {', '.join(splits)}: name one, such as {folder / splits[0]}.")
+        splits = [path.parent.name for path in sorted(folder.glob("*/state.json"))]
+        if len(splits) != 1:
+            held = f"the splits {', '.join(splits)}: name one, such as {folder / splits[-1]}." if splits else "no split."
+            raise DataError(f"{folder} holds {held}")
         yield from _folder_records(folder / splits[0])
     elif (folder / "state.json").is_file():
         import datasets
 
-        for number, record in enumerate(datasets.load_from_disk(str(folder)), 1):
+        try:
+            rows = datasets.load_from_disk(str(folder))
+        except Exception as error:  # whatever a damaged file makes it raise
+            raise DataError(f"{folder}: datasets cannot read it ({type(error).__name__}: {error}). Save it again.") from None
+        for number, record in enumerate(rows, 1):
             yield record, f"{folder}, row {number}"
     else:
         files = sorted(p for p in folder.iterdir() if p.suffix in EXTENSIONS)
         if not files:
-            raise DataError(f"{folder} holds no {', '.join(EXTENSIONS)} file and was not saved by datasets.")
+            raise DataError(f"data: {folder} holds no {', '.join(EXTENSIONS)} file and was not saved by datasets.")
         splits = sorted({s for s in SPLITS for f in files if f.stem == s or f.stem.startswith((f"{s}-", f"{s}_"))})
         if len(splits) > 1:
             raise DataError(
@@ -176,11 +190,13 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a row is an object with columns, not {type(record).__name__}.")
-    prompt_key = config.prompt_key if record.get(config.prompt_key) is not None else "messages"
+    chosen = record.get(config.prompt_key) is not None or config.prompt_key != DataConfig.prompt_key
+    prompt_key = config.prompt_key if chosen else "messages"
     if record.get(prompt_key) is None:
+        also = "" if chosen else " and no 'messages'"
         raise DataError(
-            f"{where}: no prompt: the row has no column {config.prompt_key!r} (data.prompt_key) and no 'messages'."
-            f"{nearest(config.prompt_key, record)} Set data.prompt_key to the column with the prompt, or mend the row."
+            f"{where}: no prompt: the row has no {_column(record, config.prompt_key)} (data.prompt_key){also}."
+            f"{_other(config.prompt_key, record)} Set data.prompt_key to the column with the prompt, or mend the row."
         )
     messages = _messages(record[prompt_key], f"{where}, column {prompt_key!r}")
     answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
@@ -200,11 +216,20 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
     )
 
 
+def _column(record: Mapping[str, Any], key: str) -> str:
+    return f"value in column {key!r}" if key in record else f"column {key!r}"
+
+
+def _other(key: str, record: Mapping[str, Any]) -> str:
+    """What else the row has, where it has no such column."""
+    return "" if key in record else nearest(key, record)
+
+
 def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{where}: the prompt is empty.")
-        return [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: a prompt is a text or a list of messages, not {prompt!r:.80}.")
     for number, message in enumerate(prompt, 1):
@@ -217,6 +242,12 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
                 f"{where}: message {number} has {more[0]!r}, which would not reach the model: a message is a 'role' "
                 f"and a 'content'. Write what the model has to see into 'content', or remove "
                 f"{', '.join(map(repr, more))}."
+            )
+        half = re.search("[\ud800-\udfff]", message["content"])
+        if half:
+            raise DataError(
+                f"{where}: message {number} has {half[0]!r} at character {half.start() + 1}: one half of a pair "
+                "(surrogate), which is no text. Mend or remove it."
             )
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
@@ -232,9 +263,9 @@ def _ground_truth(record: Mapping[str, Any], where: str, key: str, answer: str |
         return reward_model["ground_truth"]
     if answer is None:
         raise DataError(
-            f"{where}: no ground truth: the row has no column {key!r} (data.answer_key), no reward_model.ground_truth "
-            f"and no final assistant message.{nearest(key, record)} Set data.answer_key, or data.answer_key='' if the "
-            "reward needs none."
+            f"{where}: no ground truth: the row has no {_column(record, key)} (data.answer_key), no "
+            f"reward_model.ground_truth and no final assistant message.{_other(key, record)} Set data.answer_key, or "
+            "data.answer_key='' if the reward needs none."
         )
     return answer
 

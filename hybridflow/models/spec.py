@@ -142,7 +142,7 @@ class ModelSpec:
             mlp_bias=read.flag(architecture.mlp_bias),
             qk_norm=architecture.qk_norm,
             **(read.experts() if architecture.experts else NO_EXPERTS),
-            eos_token_ids=_ids((generation or {}).get("eos_token_id")) or _ids(config.get("eos_token_id")),
+            eos_token_ids=read.ids((generation or {}).get("eos_token_id")) or read.ids(config.get("eos_token_id")),
             pad_token_id=config.get("pad_token_id"),
             raw=config,
         )
@@ -174,6 +174,13 @@ class _Reader:
         if not isinstance(value, int):
             raise ModelError(f"{self.where}: {key}={value!r} has to be an integer above 0.")
         return value
+
+    def ids(self, value: Any) -> tuple[int, ...]:
+        """What ``eos_token_id`` says, there or in generation_config.json: one id, a list of them, or none."""
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise ModelError(f"{self.where} or generation_config.json: eos_token_id={value!r} has to be an id or ids.")
+        return tuple(ids)
 
     def flag(self, key: bool | str) -> bool:
         return key if isinstance(key, bool) else bool(self.config.get(key, False))
@@ -262,7 +269,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds a {type(value).__name__}, not a JSON object.")
     return value
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)

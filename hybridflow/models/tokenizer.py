@@ -19,7 +19,7 @@ def load_tokenizer(folder: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a damaged file makes it raise
         raise ModelError(
             f"model.tokenizer_path (or model.path)={folder!r} holds no tokenizer that transformers can read "
             f"({error}). Put tokenizer.json and tokenizer_config.json there."

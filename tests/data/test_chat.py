@@ -72,6 +72,13 @@ def test_a_conversation_that_the_template_refuses_names_its_row():
         prompt_text(tokenizer, MESSAGES, "row 7")
 
 
+def test_a_template_that_fails_names_the_row():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(DataError, match="row 7: the chat template refuses the conversation: can only concatenate str"):
+        prompt_text(tokenizer, MESSAGES, "row 7")
+
+
 def test_every_byte_survives_and_special_tokens_do_not_show(tokenizer):
     text = "hä? \x00\n✓ 😀"
     (ids,) = encode(tokenizer, [text])

@@ -124,6 +124,13 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(ten: str):
         source(ten, tokenizer)
 
 
+def test_a_prompt_without_tokens_is_refused_with_its_row(ten: str):
+    empty = byte_tokenizer()
+    empty.chat_template = "{% if messages[0]['content'] != 'c' %}{{ messages[0]['content'] }}{% endif %}"
+    with pytest.raises(DataError, match=r"ten\.jsonl, line 3: the chat template makes no tokens of the conversation"):
+        source(ten, empty)
+
+
 def test_evaluation_prompts_that_are_trained_on_are_counted(ten: str, tokenizer, tmp_path: Path, caplog):
     other = write_rows(tmp_path / "other.jsonl", "a", "x", "b")
     with caplog.at_level(logging.WARNING):

@@ -83,7 +83,7 @@ def test_folders_saved_by_datasets_are_read_and_splits_are_named(tmp_path: Path)
     datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "two"))
     assert read(tmp_path / "one")[0].messages == [USER]
     assert read(tmp_path / "two" / "train")[0].ground_truth == "5"
-    assert "splits train, test" in refusal(tmp_path / "two")
+    assert "splits test, train: name one, such as" in refusal(tmp_path / "two")
 
 
 def test_a_folder_of_files_is_one_data_set_unless_it_mixes_splits(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_a_folder_of_files_is_one_data_set_unless_it_mixes_splits(tmp_path: Path
     write_lines(tmp_path / "test-0.jsonl", row)
     assert "test, train" in refusal(tmp_path)
     assert len(read(f"{tmp_path}/train-*")) == 3
-    assert "No file matches" in refusal(f"{tmp_path}/dev-*")
+    assert "data: no file matches" in refusal(f"{tmp_path}/dev-*")
 
 
 def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_path: Path):
@@ -119,6 +119,9 @@ def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_pat
             "'content'. Write what the model has to see into 'content', or remove 'name', 'tool_calls'.",
         ),
         ({"prompt": "1+1=", "ground_truth": "2", "extra_info": 3}, "extra_info is int"),
+        ({"prompt": None, "ground_truth": "2"}, "the row has no value in column 'prompt' (data.prompt_key) and no "),
+        ({"prompt": "1+1=", "ground_truth": None}, "the row has no value in column 'ground_truth' (data.answer_key)"),
+        ({"prompt": "1+\ud83d=", "ground_truth": "2"}, r"message 1 has '\ud83d' at character 3: one half of a pair"),
         (["1+1=", "2"], "not list"),
     ],
 )
@@ -152,6 +155,42 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path):
     assert "a .json file is a list of rows" in refusal(tmp_path / "bad.json")
     assert "holds no .jsonl" in refusal(tmp_path / "nothing")
     assert "Did you mean 'empty.jsonl'?" in refusal(tmp_path / "emty.jsonl")
+
+
+def test_files_of_windows_programs_are_read(tmp_path: Path):
+    row = b'{"prompt": "1+1=", "ground_truth": "2"}'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n" + row + b"\r\n")
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf[" + row + b"]")
+    assert [r.ground_truth for r in read(tmp_path / "a.jsonl")] == ["2", "2"]
+    assert [r.ground_truth for r in read(tmp_path / "a.json")] == ["2"]
+
+
+def test_a_prompt_column_of_the_users_choice_is_not_replaced_by_messages(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", {"messages": [USER], "ground_truth": "2"})
+    assert read(path)[0].messages == [USER]
+    assert "has no column 'question' (data.prompt_key)." in refusal(path, prompt_key="question")
+
+
+def test_damaged_files_and_folders_are_named(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    whole = tmp_path / "whole.parquet"
+    rows = [{"prompt": f"{i}+1=", "ground_truth": str(i + 1)} for i in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), whole)
+    content = bytearray(whole.read_bytes())
+    content[100:4000] = bytes(3900)
+    (tmp_path / "holed.parquet").write_bytes(content)
+    (tmp_path / "text.parquet").write_text("no Parquet")
+    for name in ("holed", "text"):
+        assert f"{name}.parquet: not readable as Parquet after row 0 (" in refusal(tmp_path / f"{name}.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert "saved holds no split." in refusal(saved)
+    (saved / "train").mkdir()
+    (saved / "train" / "state.json").write_text("{")
+    assert "saved/train: datasets cannot read it (" in refusal(saved)
 
 
 def test_procedural_tasks_keep_what_their_scorer_needs():
