@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hybridflow.config import GRPOConfig, RunConfig
-from hybridflow.errors import ConfigError, HybridFlowError, nearest
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerError, nearest
 from hybridflow.settings import SCHEMAS, children, doc_of, free_dicts, groups_of, settings_of, type_at, type_text
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -269,7 +269,8 @@ class exit_on_error:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, HybridFlowError):
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            print(f"error: {error}{notes}", file=sys.stderr)
+            known = isinstance(error, WorkerError) and error.explains_itself
+            print(f"error: {error.headline if known else error}{notes}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
         if isinstance(error, KeyboardInterrupt):
             print("Interrupted.", file=sys.stderr)
@@ -311,6 +312,9 @@ def _changed(composed: DictConfig, override: Override, schema: type) -> DictConf
         if parent is None or ".".join(parents) not in free_dicts(schema) or last not in parent:
             raise ConfigError(f"~{path}: only entries of {', '.join(free_dicts(schema))} can be removed.")
         del parent[last]
+        return composed
+    if override.value() == {} and path in free_dicts(schema):
+        OmegaConf.update(composed, path, {}, merge=False)
         return composed
     value: Any = override.value()
     for name in reversed(path.split(".")):

@@ -37,6 +37,10 @@ class CheckpointError(HybridFlowError, RuntimeError):
     """A checkpoint cannot be written or read."""
 
 
+class RunFolderError(HybridFlowError, RuntimeError):
+    """What a run reports cannot be written to its folder."""
+
+
 class PlacementError(HybridFlowError, RuntimeError):
     """The cluster cannot hold what the placement asks for."""
 
@@ -87,12 +91,22 @@ class WorkerError(HybridFlowError, RuntimeError):
         self.role, self.rank, self.method, self.step = role, rank, method, step
         self.cause, self.traceback = cause, traceback
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The error without the traceback."""
         where = "" if self.step is None else f" in step {self.step}"
-        text = f"{self.role}.{self.method} failed on rank {self.rank}{where}: {self.cause}"
-        return (
-            f"{text}\n\n--- traceback of {self.role} rank {self.rank} ---\n{self.traceback}" if self.traceback else text
-        )
+        return f"{self.role}.{self.method} failed on rank {self.rank}{where}: {self.cause}"
+
+    @property
+    def explains_itself(self) -> bool:
+        """Whether the worker raised a message for the user, to which its traceback adds nothing."""
+        own = (ConfigError, ModelError, CheckpointError, RewardError, PhaseError)
+        return self.cause.partition(":")[0] in {kind.__name__ for kind in own}
+
+    def __str__(self) -> str:
+        if not self.traceback:
+            return self.headline
+        return f"{self.headline}\n\n--- traceback of {self.role} rank {self.rank} ---\n{self.traceback}"
 
 
 class WorkerDiedError(WorkerError):

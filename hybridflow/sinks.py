@@ -7,20 +7,34 @@ installed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hybridflow.config import RunConfig
+from hybridflow.errors import RunFolderError
 
 Row = tuple[int, float, Mapping[str, float]]
 """Step, seconds since the epoch, metrics."""
+
+
+@contextlib.contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Turn what the system says on a file of the run into a RunFolderError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"{error.filename or path} cannot be written: {error.strerror or error}. Free space or choose another "
+            "runs_dir; a run with a checkpoint goes on with checkpoint.resume=auto."
+        ) from error
 
 
 class Sink(Protocol):
@@ -59,20 +73,23 @@ class TensorBoard:
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
         from tensorboard.summary import Writer
 
-        folder = run_dir / "tensorboard"
-        shutil.rmtree(folder, ignore_errors=True)
-        self._writer = Writer(str(folder))
+        self._folder = run_dir / "tensorboard"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with written_to(self._folder):
+            self._writer = Writer(str(self._folder))
         for row in earlier:
             self.log(row)
 
     def log(self, row: Row) -> None:
         step, timestamp, metrics = row
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step, wall_time=timestamp)
-        self._writer.flush()
+        with written_to(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step, wall_time=timestamp)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with written_to(self._folder):
+            self._writer.close()
 
 
 class Wandb:

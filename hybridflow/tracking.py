@@ -14,6 +14,7 @@ has no NaN: a value that is not finite is ``null`` in its row, and the row's ``n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybridflow import report
 from hybridflow.config import RunConfig
 from hybridflow.errors import DataError
-from hybridflow.sinks import SINKS, Row, Sink
+from hybridflow.sinks import SINKS, Row, Sink, written_to
 from hybridflow.trace import END, HEAD, Events, Span
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ class Tracker:
     def __init__(self, config: RunConfig, plan: Plan, resumed_step: int = 0, console: Console | None = None) -> None:
         self.config, self.run_dir = config, Path(plan.run_dir)
         self.console = console or Console(highlight=False)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(config, self.run_dir / "config.yaml")
+        with written_to(self.run_dir):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.run_dir / "config.yaml")
         self._metrics, self._rollouts = (
             JsonLines(self.run_dir / name, resumed_step) for name in ("metrics.jsonl", "rollouts.jsonl")
         )
@@ -105,6 +107,7 @@ class Tracker:
 
         Raises:
             DataError: for a value that is no number, or a step before the last one.
+            RunFolderError: the disk is full, or the folder cannot be written to any more.
         """
         found = {name: _number(name, value) for name, value in metrics.items()}
         now = time.time()
@@ -126,7 +129,7 @@ class Tracker:
         """Write each row of a batch to ``rollouts.jsonl``, in the background; columns it lacks are left out.
 
         Raises:
-            OSError, DataError: what went wrong with the batch before this one.
+            RunFolderError, DataError: what went wrong with the batch before this one.
         """
         self._finish_writing()
         self._written.append(self._writer.submit(self._write_rollouts, step, batch, tag))
@@ -166,7 +169,9 @@ class Tracker:
         """Stop the bar, draw the plot and print the summary of the run."""
         self._stop_bar()
         self._finish_writing()
-        for line in report.conclude(self.run_dir):
+        with written_to(self.run_dir):
+            lines = report.conclude(self.run_dir)
+        for line in lines:
             self.say(line)
 
     def close(self) -> None:
@@ -175,10 +180,9 @@ class Tracker:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        self._metrics.close()
         self._writer.shutdown()
-        self._rollouts.close()
-        self._trace.close()
+        with contextlib.closing(self._metrics), contextlib.closing(self._rollouts):
+            self._trace.close()
         self._finish_writing()
 
     def _show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -229,7 +233,8 @@ class JsonLines:
         had_rows = path.is_file() and path.stat().st_size > 0
         if had_rows and not resumed_step:
             log.warning("%s of an earlier run is replaced.", path)
-        self._file = path.open("r+b" if had_rows else "w+b")
+        with written_to(path):
+            self._file = path.open("r+b" if had_rows else "w+b")
         position, self.last, self._last_at = self._position_after(resumed_step)
         self._file.seek(position)
         self._file.truncate()
@@ -237,7 +242,9 @@ class JsonLines:
             self._file.write(head)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row, self._end))
+        """Write a row, to the file at the latest at the next flush. RunFolderError, here and below: the disk is full."""
+        with written_to(self.path):
+            self._file.write(_line(row, self._end))
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the row of a step, or add to the last row where it is of the same step."""
@@ -248,20 +255,23 @@ class JsonLines:
         if self.last and step == self.last["step"]:
             names = [*self.last.get("not_finite", ()), *row.get("not_finite", ())]
             row = {**self.last, **row} | ({"not_finite": names} if names else {})
-            self._file.seek(self._last_at)
         else:
             row = {"step": step, **row}
             self._last_at = self._file.tell()
         self.last = dict(row)
-        self._file.write(_line(row, self._end))
-        self._file.truncate()
-        self.flush()
+        with written_to(self.path):
+            self._file.seek(self._last_at)
+            self._file.write(_line(row, self._end))
+            self._file.truncate()
+            self._file.flush()
 
     def flush(self) -> None:
-        self._file.flush()
+        with written_to(self.path):
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with written_to(self.path):
+            self._file.close()
 
     def _position_after(self, resumed_step: int) -> tuple[int, dict[str, Any], int]:
         """Where the kept part ends, its last row, and where that begins."""

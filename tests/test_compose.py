@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow import compose
 from hybridflow.config import GRPOConfig, LayoutConfig, RoleConfig, RunConfig, SFTConfig
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -74,6 +74,7 @@ def test_names_of_pools_roles_and_options_are_the_users() -> None:
     assert config.data.options == {"size": 50}
     assert config.reward.options == {"a": [1]}
     assert "cpu" not in load("~pools.cpu").pools
+    assert load("data=arithmetic", "data.options={}", "data.options.size=5").data.options == {"size": 5}
 
 
 def test_text_with_special_characters_is_quoted() -> None:
@@ -289,6 +290,27 @@ def test_a_mistake_ends_a_driver_with_one_message_and_code_2(tmp_path: Path) -> 
 def test_an_error_of_the_run_is_a_message_too(tmp_path: Path, error: str, code: int) -> None:
     done = run(tmp_path, "name=fail", error=error)
     assert (done.returncode, done.stderr) == (code, "error: as asked\n")
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ("ModelError: no head", False),
+        ("CheckpointError: disk full", False),
+        ("KeyError: 'x'", True),
+        ("DataError", True),
+    ],
+)
+def test_the_traceback_of_a_worker_is_shown_where_its_message_does_not_explain_itself(
+    cause: str, told: bool, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        with compose.exit_on_error():
+            raise WorkerError("actor", 1, "update", 7, cause, "Traceback: here")
+    printed = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert printed.startswith(f"error: actor.update failed on rank 1 in step 7: {cause}\n")
+    assert ("Traceback: here" in printed) == told
 
 
 def test_cfg_prints_a_configuration_that_composes_to_itself(tmp_path: Path) -> None:

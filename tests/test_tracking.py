@@ -4,6 +4,8 @@ import io
 import json
 import logging
 import math
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hybridflow import compose
 from hybridflow.config import GRPOConfig
 from hybridflow.data.demo import byte_tokenizer
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, RunFolderError
 from hybridflow.protocol.data import DataProto
 from hybridflow.tracking import JsonLines, Tracker, console_line, mismatch_above, rollout_rows
 
@@ -43,6 +45,14 @@ class Run:
         events = EventAccumulator(str(self.folder / "tensorboard"))
         events.Reload()
         return [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """``small_files(n)``: no file may grow beyond n bytes from then on, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def batch() -> DataProto:
@@ -237,6 +247,41 @@ def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) 
         tracker.log(2, {}, batch()) if where == "the next step" else tracker.finish()
     tracker.close()
     assert [row["step"] for row in run.rows()] == ([1, 2] if where == "the next step" else [1])
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides"),
+    [
+        ("metrics.jsonl", ["tracking.trackers=[]"]),
+        ("rollouts.jsonl", ["tracking.trackers=[]"]),
+        pytest.param(
+            "tensorboard",
+            ["tracking.rollouts_every=0"],
+            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+        ),
+    ],
+)
+def test_a_full_disk_ends_the_run_with_the_file_and_the_reason(
+    file: str, overrides: list[str], tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    run = Run(tmp_path, "steps=99", *overrides)
+    rows, metrics = (batch(), {}) if file == "rollouts.jsonl" else (None, {"m": 1.0})
+    if file == "metrics.jsonl":
+        metrics = {f"m{i}": 1.0 for i in range(50)}
+    with pytest.raises(RunFolderError) as caught:
+        with run.tracker() as tracker:
+            small_files(3000)
+            for step in range(1, 60):
+                tracker.log(step, metrics, rows)
+    assert f"{run.folder}/{file}" in str(caught.value)
+    assert " cannot be written: File too large. Free space or choose another runs_dir" in str(caught.value)
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.folder = Path("/proc/no/where")  # the one folder that root cannot write to either
+    with pytest.raises(RunFolderError, match="/proc/no.* cannot be written: No such file or directory"):
+        run.tracker()
 
 
 def test_a_console_line_has_at_most_ten_fields() -> None:

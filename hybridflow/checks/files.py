@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridflow.checkpoint import RESUME_MODES, CheckpointStore, resume_from
 from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.cluster import machine, starts_ray_here
 from hybridflow.checks.placement import MODEL_ROLES
 from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
@@ -19,6 +20,7 @@ from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.rewards.components import SCORE, components_of
 
 KV_BLOCK_TOKENS = 32
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
 REWARD_METRICS = ("mean", "failed", "solved", "seconds", "kl", "overlong_penalty", SCORE, *GROUP_METRICS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -28,6 +30,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def model_folder_is_complete(facts: Facts) -> Iterator[Problem]:
     model = facts.config.model
     path = Path(model.path)
+    if not model.path:
+        yield Problem("model.path", "model.path='': give a local Hugging Face folder: model=local model.path=FOLDER.")
+        return
     if not path.is_dir():
         hint = _how_to_make(model.path)
         yield Problem("model.path", f"model.path={model.path!r}: no such folder.{hint}")
@@ -90,6 +95,17 @@ def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
         )
 
 
+@rule("model", "ray.address")
+def attention_heads_have_a_kernel(facts: Facts) -> Iterator[Problem]:
+    _, gpus = machine()
+    if starts_ray_here(facts.config.ray.address) and not gpus and facts.spec.head_dim not in CPU_HEAD_DIMS:
+        yield Problem(
+            "model.path",
+            f"model.path={facts.config.model.path!r}: head_dim={facts.spec.head_dim}: on a CPU vLLM's attention knows "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))} only. Take another model, or a machine with a GPU.",
+        )
+
+
 @rule("model", "roles", "pools")
 def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
     spec = facts.spec
@@ -124,6 +140,11 @@ def data_exists(facts: Facts) -> Iterator[Problem]:
         text = _source_problem(source) if source or path == "data.train" else ""
         if text:
             yield Problem(path, f"{path}={source!r}: {text}")
+    if data.options and not any(s.startswith(REASONING_GYM) for s in (data.train, data.evaluate)):
+        text = (
+            f"data.options={data.options} is ignored: it is for {REASONING_GYM}<task>. Empty it with data.options={{}}."
+        )
+        yield Problem("data.options", text, warning=True)
     if not data.evaluate and data.evaluate_share == 0:
         if facts.config.evaluate.stop_at:
             yield Problem(
@@ -168,6 +189,20 @@ def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
         )
     elif not os.access(at, os.W_OK | os.X_OK):
         yield Problem("runs_dir", f"runs_dir/name={str(wanted)!r}: {at} cannot be written to. Choose another runs_dir.")
+
+
+@rule()
+def offloaded_memory_has_a_folder(facts: Facts) -> Iterator[Problem]:
+    folder = facts.config.memory.folder
+    if (
+        folder
+        and starts_ray_here(facts.config.ray.address)
+        and not (Path(folder).is_dir() and os.access(folder, os.W_OK))
+    ):
+        yield Problem(
+            "memory.folder",
+            f"memory.folder={folder!r}: no folder that can be written to. Make it, or leave it empty for the system's.",
+        )
 
 
 @rule("name", "runs_dir")

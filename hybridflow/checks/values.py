@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ class Range:
     def __str__(self) -> str:
         words = [f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"]
         if self.high < math.inf:
-            words.append(f"below {self.high:g}" if self.open_high else f"at most {self.high:g}")
+            words.append(f"below {self.high:g}" if self.open_high else f"at most {self.high:.10g}")
         return " and ".join(words) + (f", or {self.also:g}" if self.also is not None else "")
 
 
@@ -118,7 +119,7 @@ COUNT, NATURAL, POSITIVE, SHARE = Range(1), Range(0), Range(0, open_low=True), R
 TEMPERATURE, TOP_P = Range(0.01, also=0), Range(0, 1, open_low=True)
 RANGES: dict[str, Range] = {
     "steps": COUNT,
-    "seed": NATURAL,
+    "seed": Range(0, 2**32 - 1),
     "pools.*.cores_per_device": NATURAL,
     "pools.*.memory_gb": NATURAL,
     "roles.*.layout.tp": COUNT,
@@ -222,8 +223,10 @@ def names_are_known(facts: Facts) -> Iterator[Problem]:
     for kind in facts.config.memory.offload:
         if kind not in OFFLOADS:
             yield Problem("memory.offload", f"memory.offload: {kind!r} is not known.{nearest(kind, OFFLOADS)}")
-    for name in facts.config.tracking.trackers:
-        path = "tracking.trackers"
+    path = "tracking.trackers"
+    for name, times in Counter(facts.config.tracking.trackers).items():
+        if times > 1:
+            yield Problem(path, f"{path}: {name!r} stands there {times} times. Name it once.")
         if name not in SINKS:
             yield Problem(path, f"{path}: {name!r} is not known.{nearest(name, SINKS)}")
         elif importlib.util.find_spec(SINKS[name].module) is None:

@@ -167,7 +167,9 @@ class PromptSource:
         prompts = [Prompt(uid, row, i, r) for (uid, row), i, r in zip(rows, ids, responses, strict=True)]
         empty = next((prompt.row.where for prompt in prompts if not prompt.ids), None)
         if empty is not None:
-            raise DataError(f"{empty}: the chat template makes no tokens of the conversation. Mend the row or the template.")
+            raise DataError(
+                f"{empty}: the chat template makes no tokens of the conversation. Mend the row or the template."
+            )
         kept = [prompt for prompt in prompts if not self._too_long(prompt)]
         self.dropped[part] = len(prompts) - len(kept)
         if self.dropped[part] and self.config.long_prompts == "error":

@@ -145,14 +145,18 @@ def _parquet_rows(path: Path) -> Iterator[tuple[Any, str]]:
                 number += 1
                 yield record, f"{path}, row {number}"
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not readable as Parquet after row {number} ({error}). Write the file again.") from None
+        raise DataError(
+            f"{path}: not readable as Parquet after row {number} ({error}). Write the file again."
+        ) from None
 
 
 def _folder_records(folder: Path) -> Iterator[tuple[Any, str]]:
     if (folder / "dataset_dict.json").is_file():
         splits = [path.parent.name for path in sorted(folder.glob("*/state.json"))]
         if len(splits) != 1:
-            held = f"the splits {', '.join(splits)}: name one, such as {folder / splits[-1]}." if splits else "no split."
+            held = (
+                f"the splits {', '.join(splits)}: name one, such as {folder / splits[-1]}." if splits else "no split."
+            )
             raise DataError(f"{folder} holds {held}")
         yield from _folder_records(folder / splits[0])
     elif (folder / "state.json").is_file():
@@ -161,7 +165,9 @@ def _folder_records(folder: Path) -> Iterator[tuple[Any, str]]:
         try:
             rows = datasets.load_from_disk(str(folder))
         except Exception as error:  # whatever a damaged file makes it raise
-            raise DataError(f"{folder}: datasets cannot read it ({type(error).__name__}: {error}). Save it again.") from None
+            raise DataError(
+                f"{folder}: datasets cannot read it ({type(error).__name__}: {error}). Save it again."
+            ) from None
         for number, record in enumerate(rows, 1):
             yield record, f"{folder}, row {number}"
     else:
@@ -206,9 +212,16 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
     if extra is not None and not isinstance(extra, Mapping):
         raise DataError(f"{where}: extra_info is {type(extra).__name__}; it has to be an object.")
     taken = {prompt_key, config.answer_key, "reward_model", "data_source", "extra_info"}
+    ground_truth = _ground_truth(record, where, config.answer_key, answer)
+    try:
+        json.dumps(ground_truth, allow_nan=False, default=str)  # as samples are written
+    except ValueError:
+        raise DataError(
+            f"{where}: the ground truth {ground_truth!r:.80} holds NaN or infinity. Mend the row."
+        ) from None
     return Row(
         messages=messages,
-        ground_truth=_ground_truth(record, where, config.answer_key, answer),
+        ground_truth=ground_truth,
         data_source=str(record.get("data_source") or Path(where.rsplit(",", 1)[0]).stem),
         extra_info={**{k: v for k, v in record.items() if k not in taken}, **(extra or {})},
         answer=answer,

@@ -47,8 +47,8 @@ def options_of(group: str) -> list[str]:
     ],
 )
 def test_every_shipped_config_passes(name: str, override: str, folder: Path, checked: Callable[..., Plan]) -> None:
-    more = ["actor.loss.kl_coef=0.1"] if override == "placement=colocate_reference" else []
-    plan = checked(override, *more, name=name)
+    needs = {"placement=colocate_reference": ["actor.loss.kl_coef=0.1"], "data=arithmetic": ["data.options={}"]}
+    plan = checked(override, *needs.get(override, []), name=name)
     assert plan.warnings == ()
     assert set(plan.layouts) >= {"actor", "rollout", "reward"}
 
@@ -160,7 +160,8 @@ def test_choices_are_those_of_the_registries() -> None:
     ("override", "message"),
     [
         ("steps=0", "steps=0: has to be at least 1."),
-        ("seed=-1", "seed=-1: has to be at least 0."),
+        ("seed=-1", "seed=-1: has to be at least 0 and at most 4294967295."),
+        ("seed=4294967296", "seed=4294967296: has to be at least 0 and at most 4294967295."),
         ("data.prompts_per_step=0", "data.prompts_per_step=0: has to be at least 1."),
         ("data.evaluate_share=1", "data.evaluate_share=1.0: has to be at least 0 and below 1."),
         ("actor.micro_batch_size=0", "actor.micro_batch_size=0: has to be at least 1."),
@@ -196,6 +197,7 @@ def test_choices_are_those_of_the_registries() -> None:
             "tracking.trackers: 'tensorbord' is not known. Did you mean 'tensorboard'? "
             "Known: mlflow, tensorboard, wandb.",
         ),
+        ("tracking.trackers=[wandb,wandb]", "tracking.trackers: 'wandb' stands there 2 times. Name it once."),
         ("name=a/b", "name='a/b': has to be the name of one folder, without '/'. Its parent is runs_dir."),
         ("name=..", "name='..': has to be the name of one folder"),
     ],
@@ -383,6 +385,7 @@ def test_supervised_batches_have_one_answer_a_prompt(refused: Callable[..., str]
             "actor.optimizer.schedule='constant' ignores actor.optimizer.decay_steps",
         ),
         (["data.evaluate=''", "data.evaluate_share=0"], "nothing is held out, so the run is not evaluated."),
+        (["data.options={size: 5}"], "data.options={'size': 5} is ignored: it is for reasoning_gym:<task>."),
     ],
 )
 def test_what_is_likely_not_meant_is_warned_of(overrides: list[str], message: str, checked) -> None:
@@ -413,11 +416,17 @@ def test_a_sequence_has_to_fit_the_kv_cache(refused: Callable[..., str], checked
     checked("rollout.kv_cache_gb=0.00009", "model.dtype=bfloat16")
 
 
+def test_attention_heads_have_to_have_a_kernel(refused: Callable[..., str], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "narrow", head_dim=8)
+    assert "head_dim=8: on a CPU vLLM's attention knows 32, 64, 80, 96," in refused(f"model.path={model}")
+
+
 def test_stop_ids_have_to_be_in_the_vocabulary(refused: Callable[..., str]) -> None:
     assert "[262] are not below the model's vocabulary of 262 ids." in refused("rollout.stop_token_ids=[261,262]")
 
 
 def test_a_model_folder_has_to_be_whole(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused("model.path=''").startswith("model.path='': give a local Hugging Face folder")
     assert refused("model.path=no/where") == "model.path='no/where': no such folder."
     assert "python -m hybridflow.data.demo --out runs/demo/assets" in refused("model.path=runs/demo/assets/modell")
     (tmp_path / "empty").mkdir()
@@ -449,6 +458,7 @@ def test_the_tokenizer_may_lie_elsewhere(refused, checked, folder: Path, tmp_pat
         ("reward.components={mean: {function: 'a.b:f'}}", "reward.components: 'mean' cannot be the name of a"),
         ("reward.components={a/b: {function: 'a.b:f'}}", "reward.components: 'a/b' cannot be the name"),
         ("reward.function='no/where.py:f'", "reward.function='no/where.py:f': there is no file no/where.py."),
+        ("memory.folder=no/where", "memory.folder='no/where': no folder that can be written to. Make it, or leave it"),
         (
             "checkpoint.resume=atuo",
             "checkpoint.resume='atuo' is neither 'never', 'auto' nor a folder. Did you mean 'auto'?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_pat
             "'content'. Write what the model has to see into 'content', or remove 'name', 'tool_calls'.",
         ),
         ({"prompt": "1+1=", "ground_truth": "2", "extra_info": 3}, "extra_info is int"),
+        ({"prompt": "1+1=", "ground_truth": [1, math.nan]}, "the ground truth [1, nan] holds NaN or infinity"),
         ({"prompt": None, "ground_truth": "2"}, "the row has no value in column 'prompt' (data.prompt_key) and no "),
         ({"prompt": "1+1=", "ground_truth": None}, "the row has no value in column 'ground_truth' (data.answer_key)"),
         ({"prompt": "1+\ud83d=", "ground_truth": "2"}, r"message 1 has '\ud83d' at character 3: one half of a pair"),
