@@ -269,8 +269,8 @@ class exit_on_error:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, HybridFlowError):
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            known = isinstance(error, WorkerError) and error.explains_itself
-            print(f"error: {error.headline if known else error}{notes}", file=sys.stderr)
+            text = error.headline if isinstance(error, WorkerError) and error.explains_itself else error
+            print(f"error: {text}{notes}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
         if isinstance(error, KeyboardInterrupt):
             print("Interrupted.", file=sys.stderr)

@@ -95,10 +95,11 @@ def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model", "ray.address")
+@rule("model", "roles", "ray.address")
 def attention_heads_have_a_kernel(facts: Facts) -> Iterator[Problem]:
     _, gpus = machine()
-    if starts_ray_here(facts.config.ray.address) and not gpus and facts.spec.head_dim not in CPU_HEAD_DIMS:
+    on_cpu = "rollout" in facts.placed and starts_ray_here(facts.config.ray.address) and not gpus
+    if on_cpu and facts.spec.head_dim not in CPU_HEAD_DIMS:
         yield Problem(
             "model.path",
             f"model.path={facts.config.model.path!r}: head_dim={facts.spec.head_dim}: on a CPU vLLM's attention knows "

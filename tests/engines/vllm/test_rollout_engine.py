@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow.checks.files import CPU_HEAD_DIMS
 from hybridflow.config import RolloutConfig, SamplingConfig
 from hybridflow.errors import ConfigError, DataError, ModelError
 from hybridflow.models.spec import ModelSpec
@@ -214,6 +215,9 @@ def test_a_layout_that_an_engine_cannot_have_is_refused(folders, layout, message
 def test_heads_that_the_cpu_kernels_lack_are_refused(build, make_model, tmp_path):
     with pytest.raises(ModelError, match="head_dim=16: on a CPU vLLM's attention knows 32, 64"):
         build(make_model(tmp_path, seed=1, tied=True, head_dim=16))
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
 
 
 def test_prompts_that_wait_for_their_prefill_come_out_the_same(build, engine, folders, prompts, monkeypatch):
