@@ -242,7 +242,7 @@ class JsonLines:
             self._file.write(head)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write a row, to the file at the latest at the next flush. RunFolderError, here and below: the disk is full."""
+        """Write a row, to the disk at the latest at the next flush. Here and below RunFolderError: it is full."""
         with written_to(self.path):
             self._file.write(_line(row, self._end))
 
