@@ -4,9 +4,22 @@ The locks are what is tested. The ranges below only say what an import needs, so
 environment without fighting it.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithConfigs(build_py):
+    """Puts the configs into the package, where :func:`hybridflow.compose.shipped_configs` looks for them; a checkout has
+    them beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree("configs", Path(self.build_lib) / "hybridflow" / "configs", dirs_exist_ok=True)
+
 
 README = Path(__file__).with_name("README.md")
 
@@ -20,6 +33,7 @@ setup(
     license_files=["LICENSE"],
     python_requires="==3.11.*",
     packages=find_packages(include=["hybridflow", "hybridflow.*"]),
+    cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "hydra-core",
         "math-verify",
