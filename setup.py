@@ -34,6 +34,7 @@ setup(
     python_requires="==3.11.*",
     packages=find_packages(include=["hybridflow", "hybridflow.*"]),
     cmdclass={"build_py": BuildWithConfigs},
+    package_data={"hybridflow.report": ["page.html", "page.css", "*.js"]},
     install_requires=[
         "hydra-core",
         "math-verify",

@@ -1,4 +1,4 @@
-"""``hybridflow check`` and ``hybridflow summary``: what can be said about a run without starting one.
+"""``hybridflow check``, ``summary`` and ``report``: what can be said about a run without starting one.
 
 Exit codes: 0 for success, 2 for wrong settings or arguments, 1 for any other error of HybridFlow.
 """
@@ -20,7 +20,7 @@ from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, type
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.importing import NotThere, import_file
 from hybridflow.models.folder import check_model
-from hybridflow.report import conclude, read_metrics
+from hybridflow.report import conclude, read_metrics, write_page
 from hybridflow.rewards.components import check_reward
 from hybridflow.settings import SCHEMAS
 
@@ -45,12 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     summary = commands.add_parser("summary", help="print the summary of a run and draw its plot again")
     summary.add_argument("run", type=Path, help="the run's folder, such as runs/grpo-tiny")
+    page = commands.add_parser("report", help="write one HTML page of a run, which needs no network")
+    page.add_argument("run", type=Path, help="the run's folder, such as runs/grpo-tiny")
+    page.add_argument("--out", type=Path, help="the file; by default report.html in the run's folder")
     if given[:1] == ["check"]:  # its arguments are Hydra's overrides, which argparse would not let pass
         with exit_on_error():
             return _check(given[1:])
     options = parser.parse_args(given)
     with exit_on_error():
         read_metrics(options.run / "metrics.jsonl")
+        if options.command == "report":
+            return print(write_page(options.run, options.out))
         print("\n".join(conclude(options.run)).strip())
 
 

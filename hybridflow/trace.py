@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ def read_trace(path: Path, tail_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]
     return found
 
 
-def idle_shares(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+def idle_shares(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Share of the driver's time in which each process ran no call.
 
     Args:

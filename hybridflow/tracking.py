@@ -339,14 +339,20 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The samples of a batch as JSON objects.
 
     Keys, where the batch has the column: uid, group, prompt, response, reward, solved, ground_truth, finish_reason,
-    reward_error, reward_components, version, prompt_ids, response_ids, log_probs (the rollout's own).
+    reward_error, reward_components, version, prompt_ids, response_ids, log_probs (the rollout's own),
+    trainer_log_probs, advantages (one number where all tokens have the same), mask (0 and 1; which tokens train, only
+    in rows where not all do).
     """
-    lists = {key: _ragged(batch, key) for key in ("prompts", "responses", "rollout_log_probs") if key in batch}
+    names = ("prompts", "responses", "rollout_log_probs", "log_probs", "advantages", "loss_mask", "response_mask")
+    lists = {key: _ragged(batch, key) for key in names if key in batch}
     texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
     if "response_text" in batch:
         texts["responses"] = list(batch["response_text"])
-    if "rollout_log_probs" in lists:
-        lists["rollout_log_probs"] = [[_short(x) for x in row] for row in lists["rollout_log_probs"]]
+    for key in ("rollout_log_probs", "log_probs", "advantages"):
+        if key in lists:
+            lists[key] = [[_short(x) for x in row] for row in lists[key]]
+    advantages = lists.get("advantages")
+    masks = lists.get("loss_mask", lists.get("response_mask"))
     columns: dict[str, Any] = {
         "uid": _column(batch, "uid"),
         "group": _column(batch, "group_ids"),
@@ -362,10 +368,15 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
         "prompt_ids": lists.get("prompts"),
         "response_ids": lists.get("responses"),
         "log_probs": lists.get("rollout_log_probs"),
+        "trainer_log_probs": lists.get("log_probs"),
+        "advantages": advantages and [row[0] if len(set(row)) == 1 else row for row in advantages],
     }
     present = {key: values for key, values in columns.items() if values is not None}
     for i in range(len(batch)):
-        yield {key: _short(value[i]) if isinstance(value[i], float) else value[i] for key, value in present.items()}
+        row = {key: _short(value[i]) if isinstance(value[i], float) else value[i] for key, value in present.items()}
+        if masks is not None and not all(masks[i]):
+            row["mask"] = [int(kept) for kept in masks[i]]
+        yield row
 
 
 def _ragged(batch: DataProto, key: str) -> list[list[Any]]:

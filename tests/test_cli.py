@@ -146,3 +146,12 @@ def test_summary_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture)
 def test_version(capsys: pytest.CaptureFixture) -> None:
     assert code_of("--version") == 0
     assert capsys.readouterr().out == f"hybridflow {__version__}\n"
+
+
+def test_report_writes_a_page_and_prints_where(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5, "time/step": 1.0}) + "\n")
+    main(["report", str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+    main(["report", str(tmp_path), "--out", str(tmp_path / "other.html")])
+    assert (tmp_path / "other.html").exists()

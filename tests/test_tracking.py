@@ -227,6 +227,18 @@ def test_log_probs_in_samples_are_exact_in_float32() -> None:
     assert torch.equal(torch.tensor(row["log_probs"]), value)
 
 
+def test_advantages_and_masks_are_written_as_short_as_they_are() -> None:
+    rows = {
+        "advantages": DataProto.jagged([torch.tensor([0.5, 0.5]), torch.tensor([0.5, -1.0])]),
+        "loss_mask": DataProto.jagged([torch.tensor([True, True]), torch.tensor([False, True])]),
+        "log_probs": DataProto.jagged([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -0.5])]),
+    }
+    assert list(rollout_rows(DataProto.from_dict(tensors=rows), byte_tokenizer())) == [
+        {"advantages": 0.5, "trainer_log_probs": [-1.0, -2.0]},
+        {"advantages": [0.5, -1.0], "trainer_log_probs": [-3.0, -0.5], "mask": [0, 1]},
+    ]
+
+
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
 def test_samples_are_kept_by_schedule(every: int, steps: list[int], tmp_path: Path) -> None:
     run = Run(tmp_path, f"tracking.rollouts_every={every}")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hybridflow.checkpoint import read_manifest, verify
+from hybridflow.trace import read_trace
 from tests.e2e import reward
 from tests.e2e.conftest import LONG_ROWS, Finished
 from tests.e2e.drivers import metrics_of, rows_of
@@ -139,7 +140,7 @@ def test_samples_are_kept_with_what_made_them(grpo: Finished) -> None:
     rows = [row for row in every if row["tag"] == "train"]
     assert len(rows) == 32
     for row in every:
-        assert set(row) == KEYS
+        assert set(row) - {"mask"} == KEYS | ({"trainer_log_probs", "advantages"} if row["tag"] == "train" else set())
         assert row["version"] == row["step"] - (row["tag"] == "train")
         assert re.fullmatch(r"<\|user\|>\d\d\+\d\d=<\|end\|><\|assistant\|>", row["prompt"])
         assert len(row["prompt_ids"]) == 9
@@ -150,6 +151,9 @@ def test_samples_are_kept_with_what_made_them(grpo: Finished) -> None:
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 260 else "length")
         a, b = re.findall(r"\d\d", row["prompt"])
         assert row["ground_truth"] == str(int(a) + int(b))
+    for row in rows:
+        pairs = zip(row["log_probs"], row["trainer_log_probs"], strict=True)
+        assert all(abs(ours - theirs) < 1e-3 for ours, theirs in pairs)
     assert [row["group"] for row in rows[:16]] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
 
@@ -209,3 +213,20 @@ def test_an_answer_without_a_reward_is_kept_with_its_reason_and_counted(straight
 def test_checkpoints_are_numbered_in_the_order_of_writing(straight: Finished) -> None:
     folders: list[Path] = sorted((straight.run_dir / "checkpoints").glob("step_*"))
     assert [read_manifest(path).sequence for path in folders] == [0, 1, 2, 3]
+
+
+def test_the_timeline_has_every_call_on_every_rank_inside_of_the_drivers_timers(grpo: Finished) -> None:
+    events = [event for event in read_trace(grpo.run_dir / "trace.json") if event["step"] == 1]
+    ranks = {"pool train rank 0", "pool train rank 1"}
+    for method, timer in (
+        ("rollout.generate", "generate"),
+        ("actor.log_probs", "log_probs"),
+        ("actor.update", "update_actor"),
+    ):
+        (waited,) = [event for event in events if event["process"] == "driver" and event["name"] == timer]
+        inside = [
+            e for e in events if e["name"] == method and waited["begin"] <= e["begin"] <= e["end"] <= waited["end"]
+        ]
+        assert {event["process"] for event in inside} == ranks
+        assert all(0.1 < event["peak_gb"] < 100 for event in inside)
+    assert grpo.run_dir.joinpath("trace.json").read_bytes().startswith(b"[\n{")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.errors import DataError
-from hybridflow.report import conclude, plot, read_metrics, render, summarize
+from hybridflow.report.summary import conclude, plot, read_metrics, render, summarize
 
 
 def write(folder: Path, *rows: dict, tail: str = "") -> Path:
