@@ -1,7 +1,7 @@
 """What the rollout says of its tokens beside what the trainer says, for each pair of layouts in docs/layouts.md.
 
     python -m benchmarks.generation_parity             # all of it, in worlds of 1, 2 and 4 processes
-    python -m benchmarks.generation_parity tp2:4       # generation with tp 2 on 4 processes
+    python -m benchmarks.generation_parity tp2:4 tp2:4:experts    # generation with tp 2 on 4 processes
 
 Both engines run in each process. The trainer's weights are resharded into vLLM, eight prompts are answered, and the
 trainer scores the answers; then it makes three updates and all of it is done again. Printed is the largest absolute
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.resharding.layout import ParallelLayout
 from tests.engines.megatron.parity import Case
 from tests.ranks import run_ranks
 from tests.workers.parity import Pair, compare_on_rank, save_model
@@ -62,12 +63,16 @@ EXPERTS: dict[int, list[tuple[str, dict[str, int]]]] = {
 }
 
 
-def pairs(world: int, tp: int) -> list[tuple[str, Pair]]:
-    """(model, pair) of all that generate with ``tp`` on ``world`` processes."""
-    dense = [(model, Pair(Case(layout, world), tp)) for model, layout in TRAINING[world]]
-    half = [("qwen3", Pair(Case({}, world, torch.bfloat16), tp))]
-    experts = [(model, Pair(Case(layout, world), tp, ep)) for ep in sorted({1, tp}) for model, layout in EXPERTS[world]]
-    return dense + experts + half
+def sections() -> dict[str, list[tuple[str, Pair]]]:
+    """(model, pair) of each part of the table, by its name on the command line."""
+    found = {}
+    for world, tp in [(world, tp) for world in TRAINING for tp in (1, 2, 4) if tp <= world]:
+        half = [("qwen3", Pair(Case({}, 1, torch.bfloat16)))] if world == 1 else []
+        found[f"tp{tp}:{world}"] = [(m, Pair(Case(layout, world), tp)) for m, layout in TRAINING[world]] + half
+        found[f"tp{tp}:{world}:experts"] = [
+            (m, Pair(Case(layout, world), tp, ep)) for ep in sorted({1, tp}) for m, layout in EXPERTS[world]
+        ]
+    return found
 
 
 def describe(case: Case) -> str:
@@ -78,33 +83,42 @@ def describe(case: Case) -> str:
     return " ".join(f"{axis}{size}" for axis, size in named.items()) or "one process"
 
 
+def groups_of(pair: Pair) -> str:
+    """The generation groups: strided where training has a larger tp. A process of vLLM's keeps one set of them."""
+    training = ParallelLayout.on(pair.training.world, **pair.training.layout)
+    return str(training.generation(tp=pair.tp, ep=pair.ep).tp_groups())
+
+
+def measure(parent: Path, mine: list[tuple[str, Pair]]) -> list[tuple[float, float]]:
+    """The largest difference before and after the updates of each (model, pair)."""
+    jobs: dict[tuple[int, str], list[tuple[int, str, Pair]]] = {}
+    for number, (model, pair) in enumerate(mine):
+        dtype = str(pair.training.dtype).removeprefix("torch.")
+        folder = parent / f"{model}-{dtype}"
+        if not folder.exists():
+            save_model(folder, model.split("-")[0], dtype=dtype, **MODELS[model])
+        jobs.setdefault((pair.training.world, groups_of(pair)), []).append((number, str(folder), pair))
+    found: dict[int, tuple[float, float]] = {}
+    for (world, _), here in jobs.items():
+        answers = run_ranks(compare_on_rank, world, [(folder, pair) for _, folder, pair in here], timeout=1800)
+        for at, (number, _, _) in enumerate(here):
+            before, after = zip(*(answer[at] for answer in answers if answer[at]), strict=True)
+            found[number] = max(before), max(after)
+    return [found[number] for number in range(len(mine))]
+
+
 def main() -> None:
-    wanted, failed = sys.argv[1:], []
+    mine = [row for name, rows in sections().items() if name in (sys.argv[1:] or sections()) for row in rows]
+    failed = []
     print("| training | generation | model | before | after 3 updates |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as parent:
-        for world, tp in [(world, tp) for world in (1, 2, 4) for tp in (1, 2, 4) if tp <= world]:
-            if wanted and f"tp{tp}:{world}" not in wanted:
-                continue
-            mine = pairs(world, tp)
-            folders = {
-                (model, pair.training.dtype): save_model(
-                    Path(parent) / f"{model}-{world}-{tp}-{pair.training.dtype}",
-                    model.split("-")[0],
-                    dtype=str(pair.training.dtype).removeprefix("torch."),
-                    **MODELS[model],
-                )
-                for model, pair in mine
-            }
-            jobs = [(folders[model, pair.training.dtype], pair) for model, pair in mine]
-            answers = run_ranks(compare_on_rank, world, jobs, timeout=1800)
-            for number, (model, pair) in enumerate(mine):
-                before, after = (max(found) for found in zip(*filter(None, (a[number] for a in answers)), strict=True))
-                ways = f"tp{pair.tp}" + (f" ep{pair.ep}" if pair.ep > 1 else ""), world // pair.tp
-                half = pair.training.dtype == torch.bfloat16
-                name = describe(pair.training) + (", bf16" if half else "")
-                print(f"| {name} | {ways[0]}, {ways[1]} replicas | {model} | {before:.1e} | {after:.1e} |", flush=True)
-                if not half and "moe" not in model and max(before, after) > LIMIT:
-                    failed.append(f"{name} to {ways[0]}")
+        for (model, pair), apart in zip(mine, measure(Path(parent), mine), strict=True):
+            half, replicas = pair.training.dtype == torch.bfloat16, pair.training.world // pair.tp
+            training = describe(pair.training) + (", bf16" if half else "")
+            generation = f"tp{pair.tp}" + (f" ep{pair.ep}" if pair.ep > 1 else "") + f", {replicas} x"
+            print(f"| {training} | {generation} | {model} | {apart[0]:.1e} | {apart[1]:.1e} |")
+            if not half and "moe" not in model and max(apart) > LIMIT:
+                failed.append(f"{training} to {generation}")
     if failed:
         sys.exit(f"above {LIMIT}: {', '.join(failed)}")
 

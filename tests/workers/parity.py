@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.resharding.layout import GenerationLayout
 from tests.engines.megatron.parity import TEMPERATURE, Case, build, score, settings, train
 from tests.tiny_models import save_tiny_model
 
@@ -50,12 +51,12 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, VOCAB, (3 + 5 * k,), generator=generator).tolist() for k in range(8)]
 
 
-def generate(rollout: Any, rank: int, version: int) -> list[Any]:
+def generate(rollout: Any, layout: GenerationLayout, rank: int, version: int) -> list[Any]:
     """A completion of each prompt, on every rank; each replica generates every n-th."""
     from hybridflow.engines.vllm.engine import Request
 
-    asked, replica = prompts(), rollout.layout.coordinates(rank).dp
-    mine = range(replica, len(asked), rollout.layout.dp)
+    asked = prompts()
+    mine = range(layout.coordinates(rank).dp, len(asked), layout.dp)
     requests = [Request(asked[k], 100 * version + k, MAX_TOKENS) for k in mine]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, dict(zip(mine, rollout.generate(requests, SAMPLING), strict=True)))
@@ -64,31 +65,38 @@ def generate(rollout: Any, rank: int, version: int) -> list[Any]:
     return [found[k] for k in range(len(asked))]
 
 
-def compare(rank: int, folder: str, pair: Pair) -> list[float]:
-    """Largest |rollout log_prob - trainer log_prob|, before and after the updates; on ranks of the last stage."""
+def compare(rank: int, folder: str, pair: Pair, engines: dict[Any, Any]) -> list[float]:
+    """Largest |rollout log_prob - trainer log_prob|, before and after the updates; on ranks of the last stage.
+
+    Args:
+        engines: rollouts that exist already, by what they are made from.
+    """
     from hybridflow.engines.vllm.engine import RolloutEngine
     from hybridflow.workers.sync import WeightSync
 
     case = pair.training
     actor = build(folder, case, settings(case), valid=VOCAB)
     layout = actor.layout.generation(tp=pair.tp, ep=pair.ep)
-    rollout = RolloutEngine(folder, actor.spec, case.dtype, ROLLOUT, VOCAB, 64, layout=layout)
+    made_from = folder, pair.tp, pair.ep
+    if made_from not in engines:
+        engines[made_from] = RolloutEngine(folder, actor.spec, case.dtype, ROLLOUT, VOCAB, 64, layout=layout)
+    rollout = engines[made_from]
     sync, found = WeightSync(actor, rollout, rank, layout, ROLLOUT), []
     for version in (0, UPDATES):
         if version:
             train(actor, case, UPDATES)
         sync.run(version)
-        completions = generate(rollout, rank, version)
+        completions = generate(rollout, layout, rank, version)
         responses = [torch.tensor(completion.token_ids) for completion in completions]
         everything = [torch.ones(len(response), dtype=torch.bool) for response in responses]
         trainer = score(actor, case, ([torch.tensor(p) for p in prompts()], responses, everything))
         if trainer is not None:
             said = torch.tensor([x for completion in completions for x in completion.log_probs])
             found.append((trainer[0] - said).abs().max().item())
-    rollout.close()
     return found
 
 
 def compare_on_rank(rank: int, pairs: list[tuple[str, Pair]]) -> list[list[float]]:
-    """Each pair in turn, in one world; all generate with one tensor-parallel size, as vLLM keeps one set of groups."""
-    return [compare(rank, folder, pair) for folder, pair in pairs]
+    """Each pair in turn, in one world; all generate in the same groups, as vLLM keeps one set of them."""
+    engines: dict[Any, Any] = {}
+    return [compare(rank, folder, pair, engines) for folder, pair in pairs]

@@ -38,7 +38,7 @@ class Case:
         distributed: the distributed optimizer, where there is more than one replica.
     """
 
-    layout: Mapping[str, int] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
     world: int = 1
     dtype: torch.dtype = torch.float32
     options: Mapping[str, Any] = field(default_factory=dict)
