@@ -14,16 +14,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["DataProto", "driver", "launch"]
+__all__ = ["DataFuture", "DataProto", "driver", "launch"]
 
 if TYPE_CHECKING:
     from hybridflow.compose import driver
+    from hybridflow.controller.future import DataFuture
     from hybridflow.controller.launch import launch
     from hybridflow.protocol.data import DataProto
 
 _HOMES = {
     "driver": "hybridflow.compose",
     "launch": "hybridflow.controller.launch",
+    "DataFuture": "hybridflow.controller.future",
     "DataProto": "hybridflow.protocol.data",
 }
 

@@ -21,9 +21,11 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, RunConfig, SFTConfig
+from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, OneStepOffConfig, RunConfig, SFTConfig
 
-SCHEMAS: dict[str, type[RunConfig]] = {kind.__name__: kind for kind in (GRPOConfig, DAPOConfig, SFTConfig, DPOConfig)}
+SCHEMAS: dict[str, type[RunConfig]] = {
+    schema.__name__: schema for schema in (GRPOConfig, DAPOConfig, OneStepOffConfig, SFTConfig, DPOConfig)
+}
 ANY_NAME = "*"
 """Stands in a path for a name that the user chooses, such as a pool's."""
 

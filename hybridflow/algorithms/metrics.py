@@ -67,6 +67,20 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     return found
 
 
+def staleness(weight_version: torch.Tensor, version: int) -> dict[str, float]:
+    """By how many steps the policy that answered is behind the one that learns from the answers.
+
+    Args:
+        weight_version: int64 [B], of the weights that each row was generated with.
+        version: of the weights before the update.
+
+    Returns:
+        ``rollout/staleness`` (mean) and ``rollout/staleness_max``.
+    """
+    behind = (version - weight_version).double()
+    return {"rollout/staleness": behind.mean().item(), "rollout/staleness_max": behind.max().item()}
+
+
 def evaluation_metrics(batch: DataProto) -> dict[str, float]:
     """What held-out prompts, answered and scored, say about the model.
 

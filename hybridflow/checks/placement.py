@@ -62,15 +62,14 @@ def pools_exist(facts: Facts) -> Iterator[Problem]:
 
 
 @rule("roles", "pools")
-def rollout_shares_the_actors_pool(facts: Facts) -> Iterator[Problem]:
-    if "rollout" not in facts.placed:
-        return
-    actor, rollout = facts.placed["actor"].pool, facts.placed["rollout"].pool
-    if actor != rollout:
+def generation_ahead_needs_a_pool(facts: Facts) -> Iterator[Problem]:
+    ahead = getattr(facts.config, "max_staleness", 0)
+    if ahead and facts.placed["rollout"].pool == facts.placed["actor"].pool:
         yield Problem(
-            "roles.rollout",
-            f"roles.rollout.pool={rollout!r} is not the actor's pool {actor!r}: weights do not travel between pools "
-            f"yet. Set roles.rollout.pool={actor}.",
+            "max_staleness",
+            f"max_staleness={ahead} generates while the actor trains, but both are on pool "
+            f"{facts.placed['actor'].pool!r}, whose processes do one at a time. Use placement=disaggregate, or set "
+            f"max_staleness=0.",
         )
 
 

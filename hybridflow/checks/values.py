@@ -186,6 +186,7 @@ RANGES: dict[str, Range] = {
     "dynamic_sampling.max_tries": COUNT,
     "preference.beta": POSITIVE,
     "preference.label_smoothing": Range(0, 0.5, open_high=True),
+    "max_staleness": NATURAL,
     "algorithm.eps": NATURAL,
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,

@@ -386,3 +386,15 @@ class DAPOConfig(GRPOConfig):
     """``examples/dapo.py``."""
 
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+
+@dataclass
+class OneStepOffConfig(GRPOConfig):
+    """``examples/one_step_off.py``.
+
+    Attributes:
+        max_staleness: steps whose answers are generated before the step that is being trained on is done; no answer is
+            trained on by a policy that is more than so many steps ahead of the one that gave it. 0 waits for each.
+    """
+
+    max_staleness: int = 1

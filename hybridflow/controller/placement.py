@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridflow.config import RunConfig
+from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.pool import ResourcePool, build_pools
 from hybridflow.protocol.data import DataProto
@@ -59,3 +60,19 @@ def make_groups(
         else:
             groups[role] = WorkerGroup(pools[placed.pool], role, WORKERS[role], layouts[role], config)
     return groups
+
+
+def join_pools(actor: WorkerGroup | AbsentRole, rollout: WorkerGroup | AbsentRole) -> bool:
+    """Let the processes of actor and rollout exchange weights, where these have pools of their own.
+
+    Returns:
+        Whether they do: then each sync is a call of both.
+    """
+    if not (isinstance(actor, WorkerGroup) and isinstance(rollout, WorkerGroup)) or actor.pool is rollout.pool:
+        return False
+    address = actor.serve_store(actor.pool.places[0].node)[0]
+    together(
+        actor.join_rollout(rollout.layout, address, blocking=False),
+        rollout.join_actor(actor.layout, address, blocking=False),
+    )
+    return True

@@ -12,18 +12,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics
+from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, staleness
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan
 from hybridflow.config import RunConfig
+from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
-from hybridflow.controller.placement import AbsentRole
+from hybridflow.controller.placement import AbsentRole, join_pools
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
 from hybridflow.errors import CheckpointError
@@ -68,15 +69,22 @@ class Run:
         self.step = 0
         self.stop_reason = ""
         self._timer = Timer()
+        self._apart = join_pools(self.actor, self.rollout)
+        self._ahead: deque[Any] = deque()
         self._saved = self._synced = -1
 
     # -- the driver's side
 
-    def steps(self) -> Iterator[DataProto]:
+    def steps(self, start: Callable[[DataProto], Any] = lambda prompts: prompts, ahead: int = 0) -> Iterator[Any]:
         """The prompts of each training step, from where the run stands to ``config.steps``.
 
         Evaluates before the first step, ends early at ``evaluate.stop_at`` or after Ctrl-C, and evaluates and saves
         after the last one.
+
+        Args:
+            start: called with the prompts of each step; what it returns is what the step is given. A call that does
+                not block starts work of later steps while this one goes on.
+            ahead: so many later steps are started before this one is given out.
         """
         with _Interrupts(self):
             self.sync_weights()  # a broken path fails before the first step
@@ -86,7 +94,10 @@ class Run:
                 self._log(found)
             while self.step < self.config.steps and not self.stop_reason:
                 self._begin(self.step + 1)
-                yield self.stream.take(self.config.data.prompts_per_step, self.step)
+                while len(self._ahead) <= min(ahead, self.config.steps - self.step):
+                    later = self.stream.take(self.config.data.prompts_per_step, self.step + len(self._ahead))
+                    self._ahead.append(start(later))
+                yield self._ahead.popleft()
             self._conclude()
             self._take_spans()
 
@@ -115,6 +126,11 @@ class Run:
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
         found = join_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
         found |= {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
+        if "weight_version" in batch:
+            found |= staleness(batch["weight_version"], self.step - 1)
+        if found.get("rollout/staleness_max"):
+            # The trainer has moved on since: this is no measure of how alike the two engines compute.
+            found = {name.replace("rollout_vs_trainer/", "off_policy/"): value for name, value in found.items()}
         if metrics.get("update_skipped"):
             reason = "its gradient norm is not finite, or all its tokens are masked"
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
@@ -140,7 +156,12 @@ class Run:
         """
         if not self.rollout or self._synced == self.step:
             return {}
-        reports = self.rollout.sync_weights(self.step)
+        if self._apart:
+            sent = self.actor.send_weights(self.step, blocking=False)
+            taken = self.rollout.sync_weights(self.step, blocking=False)
+            reports = [report for side in together(sent, taken) for report in side]
+        else:
+            reports = self.rollout.sync_weights(self.step)
         self._synced = self.step
         return join_metrics(reports)
 
@@ -170,7 +191,9 @@ class Run:
         """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
         with self.store.writing(self.step) as folder:
             self.actor.save(str(folder.absolute()))
-            place = {"step": self.step, "position": self.stream.position}
+            # Prompts of steps that have only been started come again after a resume.
+            position = self.stream.position - len(self._ahead) * self.config.data.prompts_per_step
+            place = {"step": self.step, "position": position}
             state = {**place, "order": self._order(), "schedule": self._schedule()}
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")

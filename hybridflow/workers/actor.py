@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import TCPStore
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.metrics import mismatch
@@ -20,8 +21,10 @@ from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
 from hybridflow.resharding.hybrid import TRAINING
+from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.workers.base import register
 from hybridflow.workers.policy import PolicyWorker, rows_of
+from hybridflow.workers.sync import WeightSync
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.batch import MicroBatch
@@ -134,6 +137,42 @@ class ActorWorker(PolicyWorker):
         mine = torch.cat(compared, dim=1) if compared else torch.empty(2, 0)
         rollout, trainer = torch.cat(self.engine.gather_over_replicas(mine), dim=1)
         return {f"rollout_vs_trainer/{name}": value for name, value in mismatch(rollout, trainer).items()}
+
+    @register(Protocol.ONE_TO_ALL)
+    def serve_store(self, host: str) -> tuple[str, int] | None:
+        """Rank 0 serves a store at which the rollout's pool finds this one.
+
+        Args:
+            host: address of rank 0's node, as the rollout's nodes know it.
+
+        Returns:
+            Host and port, which the system chooses; None on other ranks.
+        """
+        if self.context.rank:
+            return None
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    @register(Protocol.ONE_TO_ALL)
+    def join_rollout(self, generation: GenerationLayout, address: tuple[str, int]) -> None:
+        """Give weights to a rollout on a pool of its own, which does ``join_actor`` at the same time.
+
+        Args:
+            generation: the rollout's layout.
+            address: what :meth:`serve_store` returned.
+        """
+        rank, config = self.context.rank, self.context.config
+        self._sync = WeightSync.between(self.engine.layout, generation, rank, address, config, actor=self.engine)
+
+    @register(Protocol.ONE_TO_ALL)
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Give the rollout the current weights as ``version``; the rollout does ``sync_weights`` at the same time.
+
+        Returns:
+            What :meth:`hybridflow.workers.sync.WeightSync.run` says.
+        """
+        self.context.phases.enter(TRAINING)
+        return self._sync.run(version)
 
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:

@@ -27,7 +27,7 @@ from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import Max, Sum
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.hybrid import GENERATION, TRAINING, Part, Slot
-from hybridflow.resharding.layout import GenerationLayout, generation_of
+from hybridflow.resharding.layout import GenerationLayout, ParallelLayout, generation_of
 from hybridflow.workers.base import Worker, register
 from hybridflow.workers.sync import WeightSync
 
@@ -76,7 +76,7 @@ class RolloutWorker(Worker):
         self._report: dict[str, float] = {}
         if "actor" in self.context.peers:
             actor = self.context.peers["actor"].engine  # type: ignore[attr-defined]
-            self._sync = WeightSync(actor, self.engine, self.context.rank, self.layout, config.rollout)
+            self._sync = WeightSync.within(self.layout, self.context.rank, config, actor, self.engine)
             self._add_parts(self._sync)
         phases.enter(TRAINING)
 
@@ -102,7 +102,7 @@ class RolloutWorker(Worker):
         self.engine.memory.restore_weights()
         if self._held == self._wanted or self._wanted is None:
             return
-        assert self._sync is not None
+        assert self._sync is not None and self._sync.actor is not None
         version, changes = self._wanted
         if self._sync.actor.changes != changes:
             raise HybridFlowError(
@@ -110,8 +110,7 @@ class RolloutWorker(Worker):
                 f"them was dropped to make room: call run.sync_weights() before generating, or set "
                 f"memory.keep_rollout=true to go on generating with version {version}."
             )
-        started = time.perf_counter()
-        self._report = {**self._sync.run(version), "sync/seconds": Max(time.perf_counter() - started)}
+        self._report = self._sync.run(version)
         self._held = self._wanted
 
     @property
@@ -162,24 +161,40 @@ class RolloutWorker(Worker):
         return answer
 
     @register(Protocol.ONE_TO_ALL)
+    def join_actor(self, training: ParallelLayout, address: tuple[str, int]) -> None:
+        """Take weights from an actor on a pool of its own, which does ``join_rollout`` at the same time.
+
+        Args:
+            training: the actor's layout.
+            address: of the actor's store.
+        """
+        rank = training.world_size + self.context.rank
+        self._sync = WeightSync.between(training, self.layout, rank, address, self.context.config, rollout=self.engine)
+
+    @register(Protocol.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Take the weights of the actor, which shares the pool, and call them ``version``.
+        """Take the weights of the actor and call them ``version``.
+
+        An actor on a pool of its own does ``send_weights`` at the same time.
 
         Returns:
-            What :meth:`hybridflow.workers.sync.WeightSync.run` says and ``sync/seconds``; the changes of phase since
-            the last call as :meth:`hybridflow.resharding.hybrid.Phases.drain` says; and the memory of this process as
+            What :meth:`hybridflow.workers.sync.WeightSync.run` says; the changes of phase since the last call as
+            :meth:`hybridflow.resharding.hybrid.Phases.drain` says; and the memory of this process as
             ``memory/<kind>_gb`` in GiB (see :meth:`hybridflow.platform.Platform.memory`).
         """
         phases = self.context.phases
         if self._sync is None:
             raise ConfigError(
-                f"roles.{self.context.role}.pool={self.context.pool}: weights are copied inside a pool, so put the "
-                f"role on the actor's pool."
+                f"roles.{self.context.role}.pool={self.context.pool}: the role has no actor to take weights from. Put "
+                f"it on the actor's pool, or let both join first."
             )
-        self._wanted = (version, self._sync.actor.changes)
-        if self._held != self._wanted:
-            phases.enter(TRAINING)
-        phases.enter(GENERATION)
+        if self._sync.actor is None:
+            self._report = self._sync.run(version)
+        else:
+            self._wanted = (version, self._sync.actor.changes)
+            if self._held != self._wanted:
+                phases.enter(TRAINING)
+            phases.enter(GENERATION)
         return {
             **self._report,
             **{name: Max(value) for name, value in phases.drain().items()},

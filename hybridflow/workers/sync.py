@@ -1,77 +1,130 @@
 """The weights of the actor as the rollout holds them: one rank's part of a sync.
 
-Where it stands: :class:`hybridflow.workers.rollout.RolloutWorker` makes one :class:`WeightSync` at its first sync and
-runs it at each. What goes where is planned by ``models/transition``, carried by ``resharding/transport``, and compared
-after it has arrived by ``resharding/guard``.
+Where it stands: actor and rollout share the processes of a pool, or have pools of their own. Either way every process
+with weights to give or to take makes one :class:`WeightSync` and runs it at each sync. What goes where is planned by
+``models/transition``, carried by ``resharding/transport``, and compared after it has arrived by ``resharding/guard``.
 """
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from hybridflow.config import RolloutConfig
+from hybridflow.config import RunConfig
 from hybridflow.engines.megatron.offload import Offload, parameters
 from hybridflow.errors import ModelError
-from hybridflow.models.transition import to_generation
+from hybridflow.models.transition import Transition, between_pools, to_generation
+from hybridflow.platform import current
 from hybridflow.protocol.meta import Max, Sum
 from hybridflow.resharding.boxes import slices, uncovered, whole
 from hybridflow.resharding.guard import Guard
-from hybridflow.resharding.layout import GenerationLayout
+from hybridflow.resharding.layout import GenerationLayout, ParallelLayout
 from hybridflow.resharding.plan import Table, plan_transfers
-from hybridflow.resharding.transport import copy_local, make_group, reshard
+from hybridflow.resharding.transport import copy_local, join_worlds, make_group, reshard
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.engine import MegatronEngine
     from hybridflow.engines.vllm.engine import RolloutEngine
 
+JOIN_TIMEOUT = timedelta(minutes=5)
+"""How long the processes of one pool wait for those of the other."""
+
 
 class WeightSync:
-    """From the actor's shards to the rollout's, both engines in this process. Making one is collective over the pool.
+    """One process's part in every sync; made by :meth:`within` or :meth:`between`.
 
     Args:
-        rank: of this process in the pool.
-        layout: how the pool generates; its ``training`` is the actor's layout.
-        settings: size of the buckets, and what to compare.
+        transition: what the process and those it exchanges slices with hold and need.
+        rank: of this process in the transition.
+        group: of those processes; None where it is alone.
+        config: the run's.
+        actor, rollout: engines of this process, at least one of them.
     """
 
     def __init__(
         self,
-        actor: MegatronEngine,
-        rollout: RolloutEngine,
+        transition: Transition,
         rank: int,
-        layout: GenerationLayout,
-        settings: RolloutConfig,
+        group: dist.ProcessGroup | None,
+        config: RunConfig,
+        actor: MegatronEngine | None,
+        rollout: RolloutEngine | None,
     ) -> None:
-        self.actor, self.rollout = actor, rollout
+        self.actor, self.rollout, self.group = actor, rollout, group
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.plan = transition.plan(rank, int(config.rollout.sync_bucket_mb * 2**20) // self.dtype.itemsize)
+        self.guard = Guard(rank, transition.sources, transition.targets, config.rollout.check_sync)
+        self._table = transition.targets.get(rank, {})
+
+    @classmethod
+    def within(
+        cls, layout: GenerationLayout, rank: int, config: RunConfig, actor: MegatronEngine, rollout: RolloutEngine
+    ) -> WeightSync:
+        """Of a pool whose processes hold both engines. Collective over the pool.
+
+        Args:
+            layout: how the pool generates; its ``training`` is the actor's layout.
+            rank: of this process in the pool.
+        """
         transition = to_generation(actor.spec, layout, rank)
-        self.group = make_group(transition.groups)
-        self.plan = transition.plan(rank, int(settings.sync_bucket_mb * 2**20) // rollout.dtype.itemsize)
-        self.guard = Guard(rank, transition.sources, transition.targets, settings.check_sync)
-        self._table = transition.targets[rank]
+        return cls(transition, rank, make_group(transition.groups), config, actor, rollout)
+
+    @classmethod
+    def between(
+        cls,
+        training: ParallelLayout,
+        generation: GenerationLayout,
+        rank: int,
+        address: tuple[str, int],
+        config: RunConfig,
+        *,
+        actor: MegatronEngine | None = None,
+        rollout: RolloutEngine | None = None,
+    ) -> WeightSync:
+        """Of two pools, one with each engine. Collective over the processes of both.
+
+        Args:
+            rank: of this process among the actor's and, after them, the rollout's.
+            address: of a TCPStore that one of the processes serves.
+            actor, rollout: the engine of this process, one of them.
+        """
+        engine = actor or rollout
+        assert engine is not None
+        store = dist.TCPStore(*address, is_master=False, timeout=JOIN_TIMEOUT)
+        group = join_worlds(
+            dist.PrefixStore("weights", store), rank, training.world_size + generation.world_size, current()
+        )
+        return cls(between_pools(engine.spec, training, generation), rank, group, config, actor, rollout)
 
     def run(self, version: int) -> dict[str, float]:
-        """Fill the rollout's parameters and call them ``version``. Collective over the ranks of the transition's group.
+        """Fill the rollout's parameters and call them ``version``. Collective over the ranks of the transition.
 
         Returns:
-            Metrics of this rank: in bytes ``sync/bytes``, what was written into the rollout's parameters, of which
+            Metrics of this process: in bytes ``sync/bytes``, what was written into the rollout's parameters, of which
             ``sync/bytes_received`` came from other ranks, and ``sync/bytes_staged``, the buffers in between;
-            ``sync/slices_checked``.
+            ``sync/slices_checked``; ``sync/seconds``.
 
         Raises:
             ModelError: the rollout does not hold the trainer's weights.
         """
-        sides, dtype = (self.actor.parameters(), self.rollout.parameters()), self.rollout.dtype
-        traffic = reshard(self.plan, *sides, dtype=dtype, group=self.group)
-        checked = self.guard.check(version, *sides, dtype, self.group)
-        self.rollout.weights_changed(version)
+        started = time.perf_counter()
+        sources = {} if self.actor is None else self.actor.parameters()
+        targets = {} if self.rollout is None else self.rollout.parameters()
+        traffic = reshard(self.plan, sources, targets, dtype=self.dtype, group=self.group)
+        checked = self.guard.check(version, sources, targets, self.dtype, self.group)
+        if self.rollout is not None:
+            self.rollout.weights_changed(version)
         return {
             "sync/bytes": Sum(traffic.copied + traffic.received),
             "sync/bytes_received": Sum(traffic.received),
             "sync/bytes_staged": Max(traffic.staged),
             "sync/slices_checked": Sum(checked),
+            "sync/seconds": Max(time.perf_counter() - started),
         }
 
     def offload_parameters(self, folder: str) -> Handover | Offload:
@@ -80,6 +133,7 @@ class WeightSync:
         Args:
             folder: for files, where they have to be kept beside the rollout's weights on a CPU.
         """
+        assert self.actor is not None and self.rollout is not None
         try:
             return Handover(self.actor, self.rollout, self._table)
         except ModelError:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, mismatch
+from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, mismatch, staleness
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 
@@ -85,3 +85,8 @@ def test_an_evaluation_gives_accuracy_by_source_and_pass_at_k():
 def test_one_answer_a_prompt_has_no_pass_at_k():
     found = evaluation_metrics(answered([True, False], [0, 1], ["a", "a"]))
     assert set(found) == {"evaluate/accuracy", "evaluate/reward", "evaluate/length"}
+
+
+def test_staleness_counts_the_steps_since_the_weights_of_an_answer():
+    found = staleness(torch.tensor([4, 3, 1, 4]), version=4)
+    assert found == {"rollout/staleness": (0 + 1 + 3 + 0) / 4, "rollout/staleness_max": 3.0}

@@ -1,5 +1,6 @@
 """What the tests of rules share: the demo's configuration, checked with overrides, and the message of a refusal."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 
 from hybridflow import compose
 from hybridflow.checks import Plan, check
-from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, SFTConfig
 from hybridflow.errors import ConfigError
+from hybridflow.settings import SCHEMAS
 from tests.assets import overrides_for
 
-DRIVERS = {"grpo": GRPOConfig, "dapo": DAPOConfig, "sft": SFTConfig, "dpo": DPOConfig}
+CONFIGS = Path(__file__).parents[2] / "configs"
+DRIVERS = {
+    path.stem: SCHEMAS[re.findall(r"schema/(\w+)", path.read_text())[0]] for path in sorted(CONFIGS.glob("*.yaml"))
+}
 
 
 @pytest.fixture(scope="module")

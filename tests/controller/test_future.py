@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hybridflow.controller.future import together
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.data.batching import keep_groups
 from hybridflow.errors import WorkerDiedError, WorkerError
@@ -157,3 +158,31 @@ def test_the_death_of_a_process_ends_those_that_wait_for_it_and_breaks_only_its_
             waiting.result()
         assert behind.result()["x"].tolist() == [1, 2]
         assert actor.work(numbers(2), 0.0)["x"].tolist() == [1, 2]
+
+
+def test_calls_that_belong_together_give_their_values_in_order(two: ResourcePool, one: ResourcePool):
+    rollout, actor = group_on(two, "takes", RowWorker), group_on(one, "gives", RowWorker)
+    slow, quick = rollout.hang(0.3, blocking=False), actor.hang(0.0, blocking=False)
+    assert together(slow, quick) == [[[0.3], [0.3]], [[0.0]]]
+
+
+def test_a_call_ends_with_the_one_that_it_belongs_to(ray_session: str):
+    """As of two pools whose processes exchange data: one side raises, or is gone, and the other would wait for ever."""
+    with (
+        ResourcePool("left", [1], cores_per_device=0.5) as left,
+        ResourcePool("right", [1], cores_per_device=0.5) as right,
+    ):
+        sender, receiver = group_on(left, "sender"), group_on(right, "receiver")
+        before = time.monotonic()
+        with pytest.raises(WorkerError, match="sender.fail failed on rank 0: RuntimeError"):
+            together(receiver.nap(600.0, blocking=False), sender.fail("plain", blocking=False))
+        assert time.monotonic() - before < 30
+        with pytest.raises(WorkerError, match="ended, because sender.fail, which it exchanges data with, failed"):
+            receiver.nap(0.0)
+    with (
+        ResourcePool("left", [1], cores_per_device=0.5) as left,
+        ResourcePool("right", [1], cores_per_device=0.5) as right,
+    ):
+        sender, receiver = group_on(left, "sender"), group_on(right, "receiver")
+        with pytest.raises(WorkerDiedError, match="sender.crash failed on rank 0: the process is gone"):
+            together(receiver.nap(600.0, blocking=False), sender.crash(0, "exit", blocking=False))

@@ -7,8 +7,9 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
     killed -> recovered                                     a device process killed in step 2, then resume
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
+    apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
 
-Runs that do not need each other share the machine: sft and straight, continued and recovered.
+Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.drivers import DAPO, GRPO, SFT, Driver, Ended, survivors, value_of
+from tests.e2e.drivers import DAPO, GRPO, ONE_STEP_OFF, SFT, Driver, Ended, survivors, value_of
 
 HERE = Path(__file__).parent
 REWARD = HERE / "reward.py"
@@ -134,6 +135,16 @@ def dapo(start: Callable[..., Driver], overrides: list[str]) -> Finished:
 @pytest.fixture(scope="session")
 def straight(straight_driver: Driver) -> Finished:
     return to_its_end(straight_driver)
+
+
+@pytest.fixture(scope="session")
+def two_pools(start: Callable[..., Driver], four_steps: list[str]) -> dict[str, Finished]:
+    """Training and generation on a device each: step after step, and side by side."""
+    drivers = {
+        "apart": start(GRPO, four_steps, "name=apart", "placement=disaggregate"),
+        "ahead": start(ONE_STEP_OFF, four_steps, "name=ahead"),
+    }
+    return {name: to_its_end(driver) for name, driver in drivers.items()}
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SFT, GRPO, DAPO = (ROOT / "examples" / name for name in ("sft.py", "grpo.py", "dapo.py"))
+SFT, GRPO, DAPO, ONE_STEP_OFF = (ROOT / "examples" / f"{name}.py" for name in ("sft", "grpo", "dapo", "one_step_off"))
 
 
 @dataclass(frozen=True)
