@@ -20,7 +20,7 @@ def main(config: OneStepOffConfig) -> None:
             return run.rollout.generate(prompts.repeat(config.rollout.n), blocking=False)
 
         for generated in run.steps(generate, ahead=config.max_staleness):
-            with run.timer("wait_for_generate"):
+            with run.timer("generate"):
                 batch = generated.result()
             with run.timer("reward"):
                 batch = batch.union(run.reward.score(batch))

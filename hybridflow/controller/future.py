@@ -254,24 +254,23 @@ def together(*futures: DataFuture) -> list[Any]:
     Raises:
         WorkerError, WorkerDiedError: as :meth:`DataFuture.result`; of several failures the one that is a cause.
     """
+    failed: list[DataFuture] = []
     while pending := [future for future in futures if not future.done()]:
-        failed = next((future for future in futures if future._failure is not None), None)
-        if failed is None:
-            ray.wait([ref for future in pending for ref in future._pending], num_returns=1, timeout=_TOGETHER)
-            continue
-        error = failed._failure.error  # type: ignore[union-attr]
-        for future in pending:
-            call = future._invocation
-            cause = f"ended, because {error.role}.{error.method}, which it exchanges data with, failed"
-            future._fail(WorkerError(call.role, 0, call.method, call.step, cause), _ALIKE_WAIT)
-    failures = [future._failure for future in futures if future._failure is not None]
-    if not failures:
-        return [future.result() for future in futures]
+        failed = [future for future in futures if future._failure is not None]
+        if failed:
+            break
+        ray.wait([ref for future in pending for ref in future._pending], num_returns=1, timeout=_TOGETHER)
+    for future in pending:
+        cause = f"ended, because {failed[0]._invocation.call.where}, which it exchanges data with, failed"
+        call = future._invocation
+        future._fail(WorkerError(call.role, 0, call.method, call.step, cause), _ALIKE_WAIT)
+    failures = [future._failure for future in [*failed, *futures] if future._failure is not None]
     for failure in failures:
         failure.tell()
     # A rank that has lost a peer is told of that as soon as the peer is dead.
-    errors = sorted((f.error for f in failures), key=lambda e: (not isinstance(e, WorkerDiedError), _lost_peer(e)))
-    raise errors[0]
+    for error in sorted((f.error for f in failures), key=lambda e: (not isinstance(e, WorkerDiedError), _lost_peer(e))):
+        raise error
+    return [future.result() for future in futures]
 
 
 class Awaited:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -44,7 +45,8 @@ def test_generation_ahead_is_one_step_behind_the_trainer_and_says_so(
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in first]
     # What the trainer has learned since is not taken for a mismatch of the engines.
     assert found[1]["rollout_vs_trainer/max_diff"] < 1e-4 < found[3]["off_policy/max_diff"]
-    assert "rollout_vs_trainer/max_diff" not in found[3] and "warning" not in ahead.ended.out
+    assert "rollout_vs_trainer/max_diff" not in found[3]
+    assert not re.search(r"warning: step \d", ahead.ended.out)
 
 
 def test_a_step_that_was_only_started_comes_again_after_a_resume(two_pools: dict[str, Finished]) -> None:
