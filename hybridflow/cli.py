@@ -1,4 +1,5 @@
-"""``hybridflow check``, ``summary`` and ``report``: what can be said about a run without starting one.
+"""``hybridflow check``, ``summary`` and ``report`` say what can be said about a run without starting one; ``hybridflow
+bench`` starts many.
 
 Exit codes: 0 for success, 2 for wrong settings or arguments, 1 for any other error of HybridFlow.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hybridflow import __version__
+from hybridflow import __version__, bench
 from hybridflow.algorithms.step import check_functions
 from hybridflow.checks import check
 from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
@@ -48,11 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     page = commands.add_parser("report", help="write one HTML page of a run, which needs no network")
     page.add_argument("run", type=Path, help="the run's folder, such as runs/grpo-tiny")
     page.add_argument("--out", type=Path, help="the file; by default report.html in the run's folder")
+    sweep = commands.add_parser(
+        "bench", help="measure combinations of settings: key=a,b sweeps a setting, as in Hydra's multirun"
+    )
+    sweep.add_argument("drivers", nargs="+", metavar="DRIVER.py|key=a,b", help="drivers, then their settings")
+    sweep.add_argument("--out", type=Path, required=True, help="folder of the results; the same one goes on")
+    sweep.add_argument("--steps", type=int, default=5, help="measured steps of each point (5)")
+    sweep.add_argument("--warm-up", type=int, default=2, help="steps before those (2)")
+    sweep.add_argument("--timeout", type=float, default=3600, help="seconds a point may take (3600)")
+    sweep.add_argument("--peak-tflops", type=float, default=0, help="of one device, for the utilisation (mfu)")
+    sweep.add_argument("--retry", action="store_true", help="run points again that have failed")
     if given[:1] == ["check"]:  # its arguments are Hydra's overrides, which argparse would not let pass
         with exit_on_error():
             return _check(given[1:])
-    options = parser.parse_args(given)
+    options, rest = parser.parse_known_args(given)  # argparse itself wants all overrides on one side of the flags
+    if rest and (options.command != "bench" or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     with exit_on_error():
+        if options.command == "bench":
+            return _bench(options, [*options.drivers, *rest])
         read_metrics(options.run / "metrics.jsonl")
         if options.command == "report":
             return print(write_page(options.run, options.out))
@@ -81,6 +96,23 @@ def _check(arguments: Sequence[str]) -> None:
         check_reward(config.reward)
     print(plan.placement_table())
     print("every setting is fine; nothing was started. Rows of data are read at the start of a run.")
+
+
+def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    drivers = [text for text in arguments if text.partition(":")[0].endswith(".py")]
+    overrides = [text for text in arguments if text not in drivers]
+    for name, least in {"steps": 1, "warm_up": 0, "timeout": 1, "peak_tflops": 0}.items():
+        if getattr(options, name) < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(options, name)}: has to be at least {least}.")
+    if not drivers:
+        raise ConfigError("name a driver: hybridflow bench examples/grpo.py --out runs/bench rollout.n=4,8.")
+    settings = bench.Settings(
+        options.out, options.steps, options.warm_up, options.timeout, options.peak_tflops, options.retry
+    )
+    rows = bench.bench(bench.points_of(drivers, overrides), settings)
+    failed = sum(row["status"] != "done" for row in rows)
+    print(f"{len(rows)} points, {failed} failed: {options.out / 'results.csv'}, {options.out / 'report.html'}")
 
 
 def load_driver(script: str) -> Driver:

@@ -24,7 +24,7 @@ RANKS = [
     ("engines",),
     ("workers",),
     ("controller",),
-    ("cli", "hybridflow", "examples"),  # "hybridflow" is the package itself: what `import hybridflow` offers
+    ("bench", "cli", "hybridflow", "examples"),  # "hybridflow" is the package itself: what `import hybridflow` offers
 ]
 RANK = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 

@@ -14,6 +14,7 @@ import pytest
 
 from hybridflow.errors import DataError
 from hybridflow.report import page, write_page
+from hybridflow.trace import read_trace
 from tests.report.browser import Page, browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -154,3 +155,27 @@ def test_a_sample_opens_with_its_tokens_and_a_step_has_its_timeline(shown: Page)
     assert headings[:4] == ["Learning", "Where the time goes", "Timeline of a step", "Rollout against trainer"]
     assert headings[4:] == ["Samples", "Every metric", "Configuration"]
     assert shown.complaints == []
+
+
+def test_the_page_of_a_sweep_shows_its_points(finished_run: Callable[[int], Path], tmp_path: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    done = {"status": "done", "driver": "examples/grpo.py", "seconds/generate": 3.0, "seconds/other": 1.0}
+    rows = [
+        {"point": "a", **done, "pools.train.devices": "[1]", "devices": 1, "tokens_per_second": 100.0},
+        {"point": "b", **done, "pools.train.devices": "[2]", "devices": 2, "tokens_per_second": 150.0},
+        {"point": "c", "status": "failed", "driver": "examples/grpo.py", "error": "exit code 2: no room"},
+    ]
+    timelines = {"b": page.trace_columns(read_trace(finished_run(1) / "trace.json"))}
+    path = tmp_path / "report.html"
+    path.write_text(page.html({"title": "bench", "rows": rows, "timelines": timelines}, "bench.js"))
+    with browser(CHROMIUM, tmp_path / "profile") as shown:
+        shown.open(path)
+        table = (
+            "[...document.querySelectorAll('#points + p + div tbody tr')].map((r) => r.innerText.split('\\t').join())"
+        )
+        assert shown.evaluate(table) == ["grpo.py,[1],1,100", "grpo.py,[2],2,150"]
+        assert shown.evaluate("document.querySelectorAll('.bar').length") == 2
+        assert shown.evaluate("document.querySelectorAll('.gantt rect').length") == 12
+        assert shown.evaluate("document.body.innerText.includes('exit code 2: no room')") is True
+        assert shown.complaints == []
