@@ -12,8 +12,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigs(build_py):
-    """Puts the configs into the package, where :func:`hybridflow.compose.shipped_configs` looks for them; a checkout has
-    them beside it."""
+    """Puts the configs into the package, where ``compose.shipped_configs`` looks; a checkout has them beside it."""
 
     def run(self) -> None:
         super().run()

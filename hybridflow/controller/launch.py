@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
 from hybridflow.data.pairs import PairSource
 from hybridflow.data.prompts import PromptSource, SupervisedSource
+from hybridflow.errors import PlacementError
 from hybridflow.models.folder import check_model
 from hybridflow.rewards.components import check_reward
 from hybridflow.tracking import Tracker
@@ -85,7 +87,7 @@ def _ray(config: RunConfig) -> Iterator[None]:
         return
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not starts_ray_here(config.ray.address):
-        ray.init(address=config.ray.address or None, **settings)  # None reads RAY_ADDRESS
+        join_cluster(config.ray.address or os.environ["RAY_ADDRESS"], **settings)
     else:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
         store = int(config.ray.object_store_gb * 2**30)
@@ -95,6 +97,27 @@ def _ray(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def join_cluster(address: str, **settings: Any) -> None:
+    """``ray.init`` for a running cluster; PlacementError in seconds where there is none.
+
+    Args:
+        address: ``auto`` or ``host:port``.
+        settings: for ``ray.init``.
+    """
+    import ray
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        ray.init(address=address, **settings)
+    except OSError as error:
+        raise PlacementError(
+            f"ray.address (or RAY_ADDRESS)={address!r}: no Ray cluster answers there ({error}). Start one with "
+            "`ray start --head`, mend the address, or leave it empty, so that Ray is started on this machine."
+        ) from error
 
 
 def _leave_deaths_to_errors() -> None:
