@@ -158,6 +158,7 @@ def run_point(point: Point, settings: Settings) -> dict[str, Any]:
     if code == 0:
         row |= measure(run_dir, settings)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        (run_dir / "model").unlink(missing_ok=True)  # points into it
     else:
         lines = (run_dir / "printed.txt").read_text("utf-8", errors="replace").strip().splitlines()
         told = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")

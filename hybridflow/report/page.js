@@ -41,7 +41,8 @@ function ticks(low, high, count) {
   return found;
 }
 
-// series: [{name, x, y}]; nulls in y are gaps. log: logarithmic y, values at or below 0 are gaps.
+// series: [{name, x, y}]; nulls in y are gaps, unless most are: then what is there is joined (evaluations).
+// log: logarithmic y, values at or below 0 are gaps.
 function lineChart(title, note, series, { log = false, xLabel = "step" } = {}) {
   const w = 520, h = 230, left = 58, right = 12, top = 12, bottom = 34;
   const usable = (v) => v !== null && v !== undefined && (!log || v > 0);
@@ -67,8 +68,9 @@ function lineChart(title, note, series, { log = false, xLabel = "step" } = {}) {
   const legend = make("div", { class: "legend" });
   kept.forEach((s, i) => {
     let path = "", open = false, points = 0;
+    const joined = s.y.filter(usable).length < s.y.length / 2;
     s.y.forEach((v, j) => {
-      if (!usable(v)) { open = false; return; }
+      if (!usable(v)) { open = open && joined; return; }
       path += `${open ? "L" : "M"}${px(s.x[j]).toFixed(1)} ${py(v).toFixed(1)}`;
       open = true; points += 1;
     });

@@ -100,7 +100,7 @@ function samples(s, tokens) {
   const counter = make("span", { id: "count", class: "dim" }), back = make("button", { id: "back", text: "‹ back" }), next = make("button", { id: "next", text: "next ›" });
   const body = make("tbody", { id: "rows" }), detail = make("div", { id: "detail" });
   const columns = [["step", "step"], ["kind", "tag"], ["prompt", "prompt"], ["response", "response"], ["truth", "ground_truth"], ["reward", "reward"], ["solved", "solved"], ["tokens", "length"]];
-  const head = make("tr", {}, ...columns.map(([name, key]) => make("th", { "data-key": key, text: name, onclick: () => { state.down = state.key === key ? !state.down : true; state.key = key; apply(); } })));
+  const head = make("tr", {}, ...columns.map(([name, key]) => make("th", { "data-key": key, text: name, class: ["step", "reward", "length"].includes(key) ? "number" : null, onclick: () => { state.down = state.key === key ? !state.down : true; state.key = key; apply(); } })));
 
   function apply() {
     const words = search.value.toLowerCase(), wanted = [];
