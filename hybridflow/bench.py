@@ -251,9 +251,11 @@ def told(row: Mapping[str, Any]) -> str:
 
 
 def _last_step(run_dir: Path) -> dict[str, Any]:
+    """The timeline of the last step but one: to the last belongs what a run does at its end."""
     events = read_trace(run_dir / "trace.json", tail_bytes=2**20)
-    calls = [event["step"] for event in events if event["name"] == "update_actor"]
-    return trace_columns([event for event in events if calls and event["step"] == calls[-1]])
+    steps = [event["step"] for event in events if event["process"] == "driver" and event["step"] > 0]
+    steps = sorted(set(steps))[-2:-1] or steps
+    return trace_columns([event for event in events if event["step"] in steps])
 
 
 def _flops(config: Any, tokens: float, num_steps: int) -> float:

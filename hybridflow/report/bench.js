@@ -35,7 +35,7 @@ function show(data) {
     };
     select.addEventListener("change", draw);
     draw();
-    section("timeline", "Timeline of a step", "The last training step of a point: each row is a process of a pool, each bar a call as that process measured it.", make("div", { class: "controls" }, select), place);
+    section("timeline", "Timeline of a step", "The last step but one of a point: each row is a process of a pool, each bar a call as that process measured it.", make("div", { class: "controls" }, select), place);
   }
   const peaks = keys.filter((k) => k.startsWith("peak_gb/") && !k.includes(" rank "));
   section("memory", "Peak memory", "GiB that a process held at most during a role's calls.", done.length ? make("div", { class: "box" }, tableOf(["point", ...peaks.map((k) => k.slice(8))], done.map((row) => [label(row), ...peaks.map((k) => value(row[k]))]))) : null);
