@@ -359,6 +359,7 @@ def _explained(error: BaseException, config_name: str, schema: type) -> ConfigEr
     if yaml is not None:
         return ConfigError(f"{where or f'config {config_name!r}: '}not readable as YAML: {' '.join(str(yaml).split())}")
     key = getattr(error, "full_key", None)
+    where = where or ("" if key else f"config {config_name!r}: ")
     return ConfigError(
         f"{where}{f'{key}: ' if key else ''}{text.removeprefix(file[0] if file else '').strip().splitlines()[0]}"
     )

@@ -206,6 +206,12 @@ def test_a_config_without_a_schema_is_told_to_have_one(tmp_path: Path) -> None:
         compose.load("bare", GRPOConfig, config_dir=tmp_path)
 
 
+def test_a_config_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="config 'binary': 'utf-8' codec can't decode"):
+        compose.load("binary", GRPOConfig, config_dir=tmp_path)
+
+
 def test_another_drivers_config_is_refused() -> None:
     with pytest.raises(ConfigError, match="'sft' is made for SFTConfig, this driver needs GRPOConfig"):
         compose.load("sft", GRPOConfig)

@@ -97,7 +97,10 @@ def check(config: RunConfig) -> Plan:
     for function, reads in RULES:
         broken = {p.field for p in found if not p.warning}
         if not any(b == r or b.startswith(f"{r}.") for b in broken for r in reads):
-            found += function(facts)
+            try:
+                found += function(facts)
+            except OSError as error:  # a path that the system does not even look at: too long, a folder without access
+                found.append(Problem("", f"{error.filename}: {error.strerror}. Give another path."))
     problems = [p.text for p in found if not p.warning]
     if len(problems) == 1:
         raise ConfigError(problems[0])

@@ -237,7 +237,8 @@ def names_are_known(facts: Facts) -> Iterator[Problem]:
 @rule()
 def run_name_is_a_folder_name(facts: Facts) -> Iterator[Problem]:
     name = facts.config.name
-    if name in ("", ".", "..") or "/" in name or name != name.strip():
+    odd = name != name.strip() or not name.isprintable() or len(name.encode()) > 255
+    if odd or name in ("", ".", "..") or "/" in name:
         yield Problem("name", f"name={name!r}: has to be the name of one folder, without '/'. Its parent is runs_dir.")
 
 

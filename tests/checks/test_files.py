@@ -94,6 +94,11 @@ def test_stopping_by_accuracy_needs_held_out_prompts(refused: Callable[..., str]
     assert text.startswith("evaluate.stop_at=0.5 needs held-out prompts.")
 
 
+@pytest.mark.parametrize("setting", ["model.path", "data.train", "checkpoint.resume"])
+def test_a_path_that_the_system_refuses_to_look_at_is_named(setting: str, refused: Callable[..., str]) -> None:
+    assert "xxx: File name too long. Give another path." in refused(f"{setting}={'x' * 300}")
+
+
 def test_the_run_folder_has_to_be_a_folder(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert f"{tmp_path / 'file'} is a file, not a folder." in refused(f"runs_dir={tmp_path / 'file'}")

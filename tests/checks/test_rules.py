@@ -200,6 +200,8 @@ def test_choices_are_those_of_the_registries() -> None:
         ),
         ("tracking.trackers=[wandb,wandb]", "tracking.trackers: 'wandb' stands there 2 times. Name it once."),
         ("name=a/b", "name='a/b': has to be the name of one folder, without '/'. Its parent is runs_dir."),
+        ('name="a\nb"', r"name='a\nb': has to be the name of one folder"),
+        (f"name={'x' * 256}", "x': has to be the name of one folder"),
         ("name=..", "name='..': has to be the name of one folder"),
     ],
 )
