@@ -55,7 +55,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
 
     with contextlib.ExitStack() as stack:
         tracker = stack.enter_context(Tracker(config, plan, resumed_step=resumed[0] if resumed else 0))
-        stack.enter_context(_ray(config))
+        stack.enter_context(start_or_join(config))
         pools = make_pools(config)
         for pool in pools.values():
             stack.enter_context(pool)
@@ -78,7 +78,7 @@ def _source_kind(config: RunConfig) -> type[PromptSource]:
 
 
 @contextlib.contextmanager
-def _ray(config: RunConfig) -> Iterator[None]:
+def start_or_join(config: RunConfig) -> Iterator[None]:
     """Join the cluster at ``ray.address`` (or RAY_ADDRESS), or start Ray on this machine for the length of the run."""
     import ray
 
@@ -91,7 +91,8 @@ def _ray(config: RunConfig) -> Iterator[None]:
     else:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
         store = int(config.ray.object_store_gb * 2**30)
-        ray.init(object_store_memory=store, include_dashboard=False, **settings)
+        # Without "local", Ray would join a cluster that somebody has started on this machine.
+        ray.init("local", object_store_memory=store, include_dashboard=False, **settings)
     _leave_deaths_to_errors()
     try:
         yield

@@ -1,14 +1,29 @@
-"""Joining a cluster that is not there."""
+"""Which cluster a run is on: one that it joins, or one of its own."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from hybridflow.controller.launch import join_cluster
 from hybridflow.errors import PlacementError
+
+OWN = """
+import ray
+from hybridflow import compose
+from hybridflow.config import GRPOConfig
+from hybridflow.controller.launch import start_or_join
+
+with start_or_join(compose.load("grpo", GRPOConfig)):
+    print(ray.get_runtime_context().gcs_address)
+"""
 
 
 def test_a_cluster_that_does_not_answer_is_named_in_seconds() -> None:
@@ -19,3 +34,17 @@ def test_a_cluster_that_does_not_answer_is_named_in_seconds() -> None:
         with pytest.raises(PlacementError, match=rf"='{address}': no Ray cluster answers there \(.*Connection refused"):
             join_cluster(address)
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.ray
+def test_a_run_without_an_address_starts_ray_even_where_a_cluster_runs_on_this_machine(ray_session: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path: Ray makes sockets below it
+        known = Path(folder) / "ray" / "ray_current_cluster"  # where `ray start` leaves its address
+        known.parent.mkdir()
+        known.write_text(ray_session)
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        done = subprocess.run(
+            [sys.executable, "-c", OWN], env={**environment, "RAY_TMPDIR": folder}, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().rpartition(":")[2].isdigit() and done.stdout.strip() != ray_session
