@@ -15,14 +15,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hybridflow import __version__, bench
-from hybridflow.algorithms.step import check_functions
 from hybridflow.checks import check
 from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.importing import NotThere, import_file
-from hybridflow.models.folder import check_model
 from hybridflow.report import conclude, read_metrics, write_page
-from hybridflow.rewards.components import check_reward
 from hybridflow.settings import SCHEMAS
 
 CHECK_USAGE = """hybridflow check DRIVER.py [arguments of the driver]
@@ -90,6 +87,11 @@ def _check(arguments: Sequence[str]) -> None:
     schema = driver.schema if driver else SCHEMAS[getattr(OmegaConf.get_type(composed), "__name__", "")]
     config = typed(composed, schema, line.config_name)
     plan = check(config)
+    # These load torch and the tokenizer's library, which is the longer part of a check: a wrong setting is told before.
+    from hybridflow.algorithms.step import check_functions
+    from hybridflow.models.folder import check_model
+    from hybridflow.rewards.components import check_reward
+
     check_functions(config)
     check_model(config)
     if config.roles.get("reward") is not None:

@@ -1,6 +1,8 @@
 """The command ``hybridflow``: what it prints and its exit codes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,16 @@ def test_report_writes_a_page_and_prints_where(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
     main(["report", str(tmp_path), "--out", str(tmp_path / "other.html")])
     assert (tmp_path / "other.html").exists()
+
+
+def test_a_wrong_setting_is_told_before_torch_and_ray_are_loaded(given: list[str]) -> None:
+    arguments = ["check", "--config-name", "grpo", "steps=0", *given]
+    program = (
+        "import sys; from hybridflow.cli import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert end.code == 2, end\n"
+        "loaded = {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (child.returncode, child.stderr) == (0, "error: steps=0: has to be at least 1.\n")

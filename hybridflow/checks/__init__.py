@@ -101,7 +101,9 @@ def check(config: RunConfig) -> Plan:
                 found += function(facts)
             except OSError as error:  # a path that the system does not even look at: too long, a folder without access
                 found.append(Problem("", f"{error.filename}: {error.strerror}. Give another path."))
-    problems = [p.text for p in found if not p.warning]
+    problems = [
+        *dict.fromkeys(p.text for p in found if not p.warning)
+    ]  # a fault of the actor's layout is the rollout's
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:

@@ -121,6 +121,10 @@ def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
     assert "  - data.train='no/where.jsonl': no such file or folder." in text
 
 
+def test_a_problem_that_two_roles_have_is_told_once(refused: Callable[..., str]) -> None:
+    assert refused("roles.actor.layout.tp=3").startswith("roles.actor.layout: tp*pp*cp = 3*1*1 = 3 does not divide")
+
+
 # ---------------------------------------------------------------------------------------- values of single settings
 
 
