@@ -2,6 +2,7 @@
 
     <store>/step_000120/...            what the run wrote, plus manifest.json: sizes and checksums of all files
     <store>/latest                     the name of the newest whole folder, for people and other tools
+    <store>/best                       the name of the folder that was called the best, where one was
     <store>/unfinished_step_000130/    being written, or left by a run that died; removed before the next is written
     <store>/step_000120_replaced/      the same step written earlier, while the newer one takes its name
 
@@ -30,7 +31,7 @@ from hybridflow.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 RESUME_MODES = ("never", "auto")
 _PREFIX, _UNFINISHED, _REPLACED = "step_", "unfinished_", "_replaced"
 
@@ -55,7 +56,7 @@ class CheckpointStore:
 
     Args:
         folder: made at the first write.
-        keep: newest checkpoints kept; 0 keeps all.
+        keep: newest checkpoints kept, and the best one; 0 keeps all.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 0) -> None:
@@ -149,14 +150,29 @@ class CheckpointStore:
             final.rename(aside)
         unfinished.rename(final)
         _fsync(self.root)
-        new_latest = self.root / f"{_UNFINISHED}{LATEST}"
-        new_latest.write_text(final.name + "\n", "utf-8")
-        _fsync(new_latest)
-        new_latest.rename(self.root / LATEST)
+        self._point(LATEST, final)
         for path in self.root.glob(f"{_PREFIX}*{_REPLACED}"):
             shutil.rmtree(path)
+        self._prune()
+
+    def call_best(self, step: int) -> None:
+        """Keep the checkpoint of a step until another one is called the best."""
+        self._point(BEST, self.folder(step))
+        self._prune()
+
+    def _point(self, name: str, folder: Path) -> None:
+        """Write a folder's name into the small file ``name``, in one go."""
+        fresh = self.root / f"{_UNFINISHED}{name}"
+        fresh.write_text(folder.name + "\n", "utf-8")
+        _fsync(fresh)
+        fresh.rename(self.root / name)
+
+    def _prune(self) -> None:
+        """Delete what is neither among the newest nor the best."""
+        best = (self.root / BEST).read_text("utf-8").strip() if (self.root / BEST).is_file() else ""
         for _, path in self.checkpoints()[: -self.keep] if self.keep else []:
-            shutil.rmtree(path)
+            if path.name != best:
+                shutil.rmtree(path)
         _fsync(self.root)
 
     def _intact(self) -> str:

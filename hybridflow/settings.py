@@ -21,10 +21,20 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hybridflow.config import DAPOConfig, DPOConfig, GRPOConfig, OneStepOffConfig, RunConfig, SFTConfig
+from hybridflow.config import (
+    DAPOConfig,
+    DistillConfig,
+    DPOConfig,
+    GRPOConfig,
+    OneStepOffConfig,
+    ReMaxConfig,
+    RunConfig,
+    SFTConfig,
+)
 
 SCHEMAS: dict[str, type[RunConfig]] = {
-    schema.__name__: schema for schema in (GRPOConfig, DAPOConfig, OneStepOffConfig, SFTConfig, DPOConfig)
+    schema.__name__: schema
+    for schema in (GRPOConfig, DAPOConfig, OneStepOffConfig, ReMaxConfig, DistillConfig, SFTConfig, DPOConfig)
 }
 ANY_NAME = "*"
 """Stands in a path for a name that the user chooses, such as a pool's."""

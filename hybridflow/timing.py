@@ -18,6 +18,7 @@ STEP_NAMES = (
     "reward",
     "log_probs",
     "ref_log_probs",
+    "teacher_log_probs",
     "values",
     "advantage",
     "update_critic",

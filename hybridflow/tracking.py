@@ -125,6 +125,12 @@ class Tracker:
         last = self._metrics.last
         return last if last and last["step"] == step else {}
 
+    def history(self, metric: str) -> dict[int, float]:
+        """What ``metrics.jsonl`` has of a metric by step; NaN where it was not finite."""
+        return {
+            step: metrics[metric] for step, _, metrics in _rows(self.run_dir / "metrics.jsonl") if metric in metrics
+        }
+
     def log_rollouts(self, step: int, batch: DataProto, tag: str = "train") -> None:
         """Write each row of a batch to ``rollouts.jsonl``, in the background; columns it lacks are left out.
 

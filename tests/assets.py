@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+DRIVER_OF = {"remax": "remax", "distill": "distill", "distill_hybrid": "distill"}
+"""The driver that makes what an option of the group ``algorithm`` reads; the others are GRPO's."""
+
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 128,

@@ -43,6 +43,18 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert not store.folder(10).exists()
 
 
+def test_the_best_is_kept_beside_the_newest_until_another_is_better(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    store.call_best(1)
+    for step in (2, 3):
+        write(store, step)
+    assert [step for step, _ in store.checkpoints()] == [1, 3]
+    assert store.latest() == (3, store.folder(3)) and (store.root / "best").read_text() == "step_000001\n"
+    store.call_best(3)
+    assert [step for step, _ in store.checkpoints()] == [3]
+
+
 def test_keep_zero_keeps_all(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=0)
     for step in (1, 2, 3, 4):

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from hybridflow.algorithms.distill import distill
+from hybridflow.algorithms.distill import distill, hybrid
 from hybridflow.algorithms.evaluation import pass_at_k as unbiased_pass_at_k
 from hybridflow.algorithms.masked import GroupScores, check_batch, check_rows, whitened
 from hybridflow.errors import DataError
@@ -303,6 +303,35 @@ def pass_at_k(scores: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, k:
     return _spread(torch.where(g.valid, advantages, 0.0), mask)
 
 
+def distill_hybrid(
+    scores: torch.Tensor,
+    groups: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    accepted: torch.Tensor | None = None,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    single: str = "zero",
+    lambda_rl: float = 1.0,
+    lambda_opd: float = 1.0,
+    opd_clip: float = 1.0,
+) -> Estimate:
+    """:func:`grpo`'s advantage and a teacher's, added by :func:`.distill.hybrid`.
+
+    Args:
+        scores: [B] float.
+        groups: [B] int64.
+        teacher_log_probs, log_probs: [B, T] float, as in :func:`.distill.distill`.
+        mask: [B, T] bool.
+        accepted: [B] bool: rows in which the teacher is trusted; None trusts it everywhere.
+    """
+    rewarded, _ = grpo(scores, groups, mask, normalize_std, eps, single)
+    taught, _ = distill(teacher_log_probs, log_probs, mask)
+    trusted = mask.new_ones(len(mask)) if accepted is None else accepted
+    return _spread(hybrid(rewarded, taught, trusted, lambda_rl, lambda_opd, opd_clip), mask)
+
+
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "gae": gae,
     "grpo": grpo,
@@ -316,4 +345,5 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "maxrl": maxrl,
     "pass_at_k": pass_at_k,
     "distill": distill,
+    "distill_hybrid": distill_hybrid,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,20 @@ def pass_at_all_k(
         low, high = each[draws].mean(dim=1).quantile(tails).tolist()
         found[k] = Interval(each.mean().item(), low, high)
     return found
+
+
+def best_of(values: Mapping[int, float], mode: str) -> tuple[int, int]:
+    """The step of the best evaluation and how many have come after it; the first of equal ones is the best.
+
+    Args:
+        values: of a metric by step, in the order of the steps, at least one; NaN is worse than any number.
+        mode: ``max`` or ``min``.
+    """
+    sign = {"max": 1.0, "min": -1.0}[mode]
+    steps = list(values)
+    rank = [-math.inf if math.isnan(value) else sign * value for value in values.values()]
+    at = rank.index(max(rank))
+    return steps[at], len(steps) - 1 - at
 
 
 def majority(answers: Sequence[Sequence[Hashable | None]], solved: Sequence[Sequence[bool]]) -> float:

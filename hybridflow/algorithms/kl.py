@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from hybridflow.algorithms.masked import clean
+from hybridflow.config import AlgorithmConfig
 from hybridflow.errors import ConfigError
 from hybridflow.importing import named
 
@@ -122,7 +123,7 @@ class AdaptiveKL:
 
     Attributes:
         coef: of the coming step.
-        target: wanted mean KL, above 0.
+        target: wanted mean KL per token, above 0.
         horizon: samples over which an error of 0.2 or more changes the coefficient by a fifth.
     """
 
@@ -138,3 +139,10 @@ class AdaptiveKL:
         """The controller for the next step, after one of ``num_samples`` responses with mean KL ``kl``."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))
+
+
+def controller_of(config: AlgorithmConfig) -> FixedKL | AdaptiveKL:
+    """The controller of the KL in the reward, at its start."""
+    if config.kl_target:
+        return AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
+    return FixedKL(config.kl_coef)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from hybridflow.algorithms.correction import off_policy_metrics
-from hybridflow.algorithms.evaluation import pass_at_all_k
+from hybridflow.algorithms.evaluation import majority, pass_at_all_k
 from hybridflow.algorithms.filters import group_shares
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
@@ -41,7 +41,8 @@ def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> dict[s
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Metrics of the columns that are there: rewards, responses, entropy, advantages, rollout against trainer."""
+    """Metrics of the columns that are there: rewards, responses, entropy, rollout against trainer, and ``teacher/kl``:
+    how far the policy is from its teacher, the mean log-ratio of its own tokens."""
     found: dict[str, float] = {}
     if "rewards" in batch:
         rewards = batch["rewards"].double()
@@ -59,6 +60,9 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         found["response/cut"] = sum(reason == "length" for reason in batch["finish_reason"]) / len(batch)
     if "entropy" in batch:
         found["actor/entropy"] = batch.flat("entropy").double().mean().item()
+    if "teacher_log_probs" in batch and "log_probs" in batch:
+        away = (batch.flat("log_probs") - batch.flat("teacher_log_probs")).double()
+        found["teacher/kl"] = away.mean().item()
     if "rollout_log_probs" in batch and "log_probs" in batch:
         # What the policy did not say (a tool's answer) has no log-probability of the rollout.
         said = batch.flat("response_mask") if "response_mask" in batch else slice(None)
@@ -85,26 +89,41 @@ def evaluation_metrics(batch: DataProto) -> dict[str, float]:
     """What held-out prompts, answered and scored, say about the model.
 
     Args:
-        batch: ``solved``, ``rewards``, ``group_ids`` (one label a prompt), ``responses``, ``data_source``.
+        batch: ``solved``, ``rewards``, ``group_ids`` (one label a prompt), ``responses``, ``data_source``; maybe
+            ``answer``.
 
     Returns:
-        ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``; the accuracy of each data source
-        where there are several; with n > 1 answers to every prompt, ``evaluate/pass@k`` for k = 2, 4, ... and n, with
-        the bounds ``/low`` and ``/high`` of its 95 % bootstrap interval (pass@1 is the accuracy).
+        ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``. With n > 1 answers to every
+        prompt also ``evaluate/pass@k`` for k = 2 to n with the bounds ``/low`` and ``/high`` of its 95 % bootstrap
+        interval (pass@1 is the accuracy), and, where the reward function says what answers it has read,
+        ``evaluate/majority@n``: see :func:`.evaluation.majority`. Where there are several data sources, all of it for
+        each of them too, as ``<metric>/<source>``.
     """
-    solved = batch["solved"].double()
-    found = {
-        "evaluate/accuracy": solved.mean().item(),
-        "evaluate/reward": batch["rewards"].double().nanmean().item(),
-        "evaluate/length": batch.lengths("responses").double().mean().item(),
-    }
+    found = _evaluation(batch)
     sources = batch["data_source"].tolist()
     if len(set(sources)) > 1:
         for name in sorted(set(sources)):
-            found[f"evaluate/accuracy/{name}"] = solved[[s == name for s in sources]].mean().item()
-    estimates = pass_at_all_k(batch["solved"], batch["group_ids"])
+            rows = torch.tensor([source == name for source in sources])
+            found |= {f"{metric}/{name}": value for metric, value in _evaluation(batch[rows]).items()}
+    return found
+
+
+def _evaluation(batch: DataProto) -> dict[str, float]:
+    """The metrics of :func:`evaluation_metrics`, of all rows alike."""
+    solved, groups = batch["solved"], batch["group_ids"]
+    found = {
+        "evaluate/accuracy": solved.double().mean().item(),
+        "evaluate/reward": batch["rewards"].double().nanmean().item(),
+        "evaluate/length": batch.lengths("responses").double().mean().item(),
+    }
+    estimates = pass_at_all_k(solved, groups)
     for k, estimate in estimates.items():
-        if k > 1 and (k & (k - 1) == 0 or k == len(estimates)):
-            found |= {f"evaluate/pass@{k}": estimate.value}
-            found |= {f"evaluate/pass@{k}/low": estimate.low, f"evaluate/pass@{k}/high": estimate.high}
+        if k > 1:
+            bounds = {"": estimate.value, "/low": estimate.low, "/high": estimate.high}
+            found |= {f"evaluate/pass@{k}{bound}": value for bound, value in bounds.items()}
+    answers = batch["answer"].tolist() if "answer" in batch else []
+    if len(estimates) > 1 and any(answer is not None for answer in answers):
+        rows = [(groups == group).nonzero()[:, 0].tolist() for group in groups.unique()]
+        votes = [[answers[i] for i in members] for members in rows]
+        found[f"evaluate/majority@{len(estimates)}"] = majority(votes, [solved[members].tolist() for members in rows])
     return found

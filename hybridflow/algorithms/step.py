@@ -24,13 +24,18 @@ from hybridflow.errors import ConfigError, DataError, nearest
 from hybridflow.importing import named, parameters_of
 from hybridflow.protocol.data import DataProto
 
+KL_COEF = "kl_coef"
+"""Key in ``meta_info`` of a step's prompts."""
 COLUMNS = {"scores": "rewards", "groups": "group_ids", "baseline_scores": "baseline_rewards"}
 """Arguments of estimators that are columns under another name."""
-SETTINGS = ("normalize_std", "eps", "single", "gamma", "lam", "whiten", "k")
+SETTINGS = (
+    *("normalize_std", "eps", "single", "gamma", "lam", "whiten", "k"),
+    *("lambda_rl", "lambda_opd", "opd_clip"),
+)
 """Arguments of estimators that are settings of ``algorithm``."""
 
 
-def compute_advantages(batch: DataProto, config: RLConfig, kl_coef: float | None = None) -> DataProto:
+def compute_advantages(batch: DataProto, config: RLConfig) -> DataProto:
     """Advantages and what goes with them, by ``config.algorithm`` and ``config.actor.loss``.
 
     Args:
@@ -38,7 +43,8 @@ def compute_advantages(batch: DataProto, config: RLConfig, kl_coef: float | None
             ``rollout_log_probs``, ``ref_log_probs``, ``finish_reason``, or other columns that the estimator names. An
             estimator gets as arguments: ``mask`` [B, T]; ``scores`` [B] and ``groups`` [B]; ``rewards`` [B, T], the
             score at the last unmasked token, less the KL; settings; ``algorithm.options``; and any column by its name.
-        kl_coef: coefficient of the KL in the reward where a driver adapts it; None takes ``algorithm.kl_coef``.
+            ``meta_info["kl_coef"]`` is the weight of the KL in the reward where it is adapted (the run sets it, see
+            ``algorithm.kl_target``); else it is ``algorithm.kl_coef``.
 
     Returns:
         Jagged ``advantages`` and ``returns``. Where configured, ``loss_mask`` (``response_mask`` less what is filtered
@@ -49,7 +55,8 @@ def compute_advantages(batch: DataProto, config: RLConfig, kl_coef: float | None
     """
     columns = _Columns(batch)
     algorithm, metrics = config.algorithm, dict[str, float]()
-    scores, rewards = _rewards(columns, config, algorithm.kl_coef if kl_coef is None else kl_coef, metrics)
+    kl_coef = float(batch.meta_info.get(KL_COEF, algorithm.kl_coef))
+    scores, rewards = _rewards(columns, config, kl_coef, metrics)
     advantages, returns = _estimate(columns, config, scores, rewards)
     found = {"advantages": advantages, "returns": returns}
 
@@ -135,6 +142,7 @@ def _rewards(
     if kl_coef:
         ref = columns.tokens("ref_log_probs")
         rewards, kl = penalised(rewards, columns.tokens("log_probs"), ref, mask, kl_coef, algorithm.kl_kind)
+        metrics["reward/kl_coef"] = kl_coef
         metrics["reward/kl"] = kl.sum().item() / max(int(mask.sum()), 1)
         scores = scores - kl_coef * kl.sum(dim=1)
     return scores, rewards
@@ -170,6 +178,8 @@ def _estimate(
                 f"algorithm.estimator={algorithm.estimator!r} returned {name} {list(found.shape)} for a mask "
                 f"{list(columns.mask.shape)}: return two tensors [B, T]."
             )
+    if not arguments.keys() & {"scores", "rewards"}:
+        return torch.where(columns.mask, advantages, 0.0), returns
     # The convention for failed rewards, also where a user's function does not know it.
     return torch.where(scores.isfinite()[:, None] & columns.mask, advantages, 0.0), returns
 

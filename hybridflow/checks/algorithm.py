@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
-from hybridflow.config import DPOConfig, GRPOConfig, PairsConfig, RLConfig, SFTConfig
+from hybridflow.config import DPOConfig, PairsConfig, RLConfig, SFTConfig
 
 
 @rule("actor.loss.name", "algorithm.estimator")
@@ -41,6 +41,8 @@ def own_log_probs_are_the_old_ones(facts: Facts) -> Iterator[Problem]:
     readers = [f"actor.loss.name={actor.loss.name!r}"] if actor.loss.name in ("clip_cov", "kl_cov") else []
     if isinstance(facts.config, RLConfig):
         algorithm = facts.config.algorithm
+        if algorithm.estimator in ("distill", "distill_hybrid"):
+            readers.append(f"algorithm.estimator={algorithm.estimator!r}")
         readers += [f"algorithm.kl_coef={algorithm.kl_coef:g}"] if algorithm.kl_coef else []
         readers += [
             f"algorithm.correction.{name}={value!r}"
@@ -93,8 +95,9 @@ def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
     if not isinstance(config, RLConfig):
         return
     estimator = config.algorithm.estimator
-    if isinstance(config, GRPOConfig) and estimator in OTHER_COLUMNS:
-        fitting = ", ".join(name for name in ESTIMATOR_SETTINGS if name not in OTHER_COLUMNS)
+    makes = config.makes
+    if makes is not None and estimator in OTHER_COLUMNS and OTHER_COLUMNS[estimator] not in makes:
+        fitting = ", ".join(n for n in ESTIMATOR_SETTINGS if n not in OTHER_COLUMNS or OTHER_COLUMNS[n] in makes)
         yield Problem(
             "algorithm.estimator",
             f"algorithm.estimator={estimator!r} reads the column {OTHER_COLUMNS[estimator]!r}, which this driver does "
@@ -121,6 +124,18 @@ def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
             "algorithm.k",
             f"algorithm.k={config.algorithm.k} answers cannot be drawn from rollout.n={n}. Lower it to at most {n}.",
         )
+
+
+@rule("algorithm")
+def an_adapted_kl_has_a_start(facts: Facts) -> Iterator[Problem]:
+    if isinstance(facts.config, RLConfig):
+        algorithm = facts.config.algorithm
+        if algorithm.kl_target and not algorithm.kl_coef:
+            yield Problem(
+                "algorithm.kl_coef",
+                f"algorithm.kl_coef=0: algorithm.kl_target={algorithm.kl_target:g} multiplies it step by step, so it "
+                "would stay 0. Set it above 0, such as to 0.1.",
+            )
 
 
 @rule("algorithm", "rollout")

@@ -73,6 +73,10 @@ class Facts:
     def spec(self) -> ModelSpec:
         return ModelSpec.from_folder(self.config.model.path)
 
+    def folder(self, role: str) -> str:
+        """The model folder of a role: its own where its settings name one, else ``model.path``."""
+        return getattr(getattr(self.config, role, None), "path", "") or self.config.model.path
+
 
 Rule = Callable[[Facts], Iterator[Problem]]
 RULES: list[tuple[Rule, tuple[str, ...]]] = []

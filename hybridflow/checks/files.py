@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.cluster import machine, starts_ray_here
 from hybridflow.checks.placement import MODEL_ROLES
 from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
+from hybridflow.config import DistillConfig
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
+from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import check_megatron, check_vllm, padded_vocab_size
 from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.rewards.components import SCORE, components_of
@@ -22,7 +25,7 @@ from hybridflow.rewards.components import SCORE, components_of
 KV_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
-REWARD_METRICS = ("mean", "failed", "solved", "seconds", "kl", "overlong_penalty", SCORE, *GROUP_METRICS)
+REWARD_METRICS = ("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", SCORE, *GROUP_METRICS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -53,6 +56,29 @@ def model_folder_is_complete(facts: Facts) -> Iterator[Problem]:
         _ = facts.spec
     except ModelError as error:
         yield Problem("model.path", f"model.path={model.path!r}: {error}")
+
+
+@rule("model")
+def a_teacher_speaks_the_same_tokens(facts: Facts) -> Iterator[Problem]:
+    if not isinstance(facts.config, DistillConfig):
+        return
+    path = facts.config.teacher.path
+    if not Path(path).is_dir():
+        yield Problem("teacher.path", f"teacher.path={path!r}: no such folder.{_how_to_make(path)}")
+        return
+    try:
+        ModelSpec.from_folder(path)
+    except ModelError as error:
+        yield Problem("teacher.path", f"teacher.path={path!r}: {error}")
+    own, wanted = _vocabulary(path), _vocabulary(facts.config.model.tokenizer_path or facts.config.model.path)
+    if own != wanted:
+        differ = sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
+        yield Problem(
+            "teacher.path",
+            f"teacher.path={path!r}: its tokenizer is not the one of model.path ({len(own)} tokens and {len(wanted)}; "
+            f"{len(differ)} differ, such as {differ[0]!r}): a teacher scores the student's token ids. Choose a teacher "
+            "of the same family.",
+        )
 
 
 @rule("model", "rollout")
@@ -107,13 +133,13 @@ def attention_heads_have_a_kernel(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model", "roles", "pools")
+@rule("model", "teacher", "roles", "pools")
 def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
-    spec = facts.spec
     for role in MODEL_ROLES:
         if role not in facts.placed:
             continue
         layout, where = facts.layout(role), f"roles.{role}.layout"
+        spec = ModelSpec.from_folder(facts.folder(role))
         try:
             if isinstance(layout, GenerationLayout):
                 check_vllm(spec, layout.tp, layout.ep, where)
@@ -236,8 +262,17 @@ def _source_problem(source: str) -> str:
     return ""
 
 
+def _vocabulary(folder: str) -> dict[str, int]:
+    """Token to id, by the folder's tokenizer.json; empty where it has none."""
+    path = Path(folder) / "tokenizer.json"
+    vocabulary = json.loads(path.read_text("utf-8")).get("model", {}).get("vocab", {}) if path.is_file() else {}
+    return vocabulary if isinstance(vocabulary, dict) else {token: i for i, (token, *_) in enumerate(vocabulary)}
+
+
 def _how_to_make(path: str) -> str:
     """The command that makes an asset which the shipped configs name."""
+    if path.startswith("runs/demo/grpo-tiny/"):
+        return " Make it with: make quickstart"
     if path.startswith("runs/demo/assets/"):
         return " Make it with: python -m hybridflow.data.demo --out runs/demo/assets"
     return " Make it with: make model-smollm2" if path.startswith("models/smollm2") else ""

@@ -6,21 +6,27 @@ from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.checks.values import present
-from hybridflow.config import DPOConfig, RLConfig, RunConfig
+from hybridflow.config import DistillConfig, DPOConfig, RLConfig, RunConfig
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.resharding.layout import GenerationLayout
 
-ROLES = ("actor", "rollout", "reference", "reward")
-REQUIRED_ROLES = {RunConfig: ("actor",), DPOConfig: ("actor", "reference"), RLConfig: ("actor", "rollout", "reward")}
+ROLES = ("actor", "rollout", "reference", "teacher", "reward")
+REQUIRED_ROLES = {
+    RunConfig: ("actor",),
+    DPOConfig: ("actor", "reference"),
+    RLConfig: ("actor", "rollout", "reward"),
+    DistillConfig: ("actor", "rollout", "teacher", "reward"),
+}
 """Roles without which a driver cannot run, by its schema or the nearest one above it. Without rollout and reward the
 other drivers run and are not evaluated."""
-MODEL_ROLES = ("actor", "rollout", "reference")
+MODEL_ROLES = ("actor", "rollout", "reference", "teacher")
 KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
 """Axes of a layout besides dp, with the degree that leaves one unused."""
 AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
     "actor": tuple(AXES),
     "reference": tuple(AXES),
+    "teacher": tuple(AXES),
     "rollout": ("tp", "ep"),
 }
 """Axes of a layout besides dp that the engine of a role offers in this version."""

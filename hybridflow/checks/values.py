@@ -36,16 +36,18 @@ ESTIMATOR_SETTINGS: dict[str, tuple[str, ...]] = {
     "maxrl": (),
     "pass_at_k": ("k",),
     "distill": (),
+    "distill_hybrid": ("normalize_std", "eps", "single", "lambda_rl", "lambda_opd", "opd_clip"),
 }
-GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "pass_at_k")
+GROUPED = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl", "pass_at_k", "distill_hybrid")
 """Estimators that compare the samples of one prompt."""
 OTHER_COLUMNS = {
     "gae": "values",
     "remax": "baseline_rewards",
     "grpo_stepwise": "step_scores",
     "distill": "teacher_log_probs",
+    "distill_hybrid": "teacher_log_probs",
 }
-"""Columns that estimators read and examples/grpo.py does not make."""
+"""Columns that estimators read besides scores; ``makes`` of a driver's schema says which it has."""
 
 # The settings of `actor.loss` that each loss reads, besides those of the aggregation, the entropy and the KL.
 LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -81,6 +83,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.correction.reject": ("none", "token", "sequence", "geometric"),
     "data.long_prompts": ("error", "filter"),
     "dynamic_sampling.by": ("solved", "rewards"),
+    "evaluate.mode": ("max", "min"),
     "rollout.check_sync": ("off", "sample", "full"),
 }
 IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "algorithm.kl_kind")
@@ -177,6 +180,7 @@ RANGES: dict[str, Range] = {
     "evaluate.sampling.top_p": TOP_P,
     "evaluate.sampling.top_k": NATURAL,
     "evaluate.stop_at": SHARE,
+    "evaluate.patience": NATURAL,
     "checkpoint.every": NATURAL,
     "checkpoint.keep": NATURAL,
     "tracking.rollouts_every": NATURAL,
@@ -191,7 +195,12 @@ RANGES: dict[str, Range] = {
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,
     "algorithm.k": COUNT,
+    "algorithm.lambda_rl": NATURAL,
+    "algorithm.lambda_opd": NATURAL,
+    "algorithm.opd_clip": NATURAL,
     "algorithm.kl_coef": NATURAL,
+    "algorithm.kl_target": NATURAL,
+    "algorithm.kl_horizon": POSITIVE,
     "algorithm.overlong_buffer": NATURAL,
     "algorithm.overlong_penalty": NATURAL,
     "algorithm.correction.low": NATURAL,

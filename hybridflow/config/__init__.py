@@ -8,7 +8,7 @@ before anything starts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -263,6 +263,10 @@ class EvaluateConfig(Settings):
         size: most prompts per evaluation; 0 means all.
         n: samples per prompt; above 1 pass@k is reported too.
         stop_at: end the run once the evaluated accuracy reaches this; 0 means never.
+        metric: what says which evaluation is the best, as ``metrics.jsonl`` names it.
+        mode: ``max`` or ``min``: which values of the metric are good.
+        patience: end the run after this many evaluations in a row that are no better than the best before; 0 means
+            never.
     """
 
     every: int = 0
@@ -271,6 +275,9 @@ class EvaluateConfig(Settings):
     n: int = 1
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     stop_at: float = 0.0
+    metric: str = "evaluate/accuracy"
+    mode: str = "max"
+    patience: int = 0
 
 
 @dataclass
@@ -280,11 +287,14 @@ class CheckpointConfig(Settings):
     Attributes:
         every: steps between checkpoints; 0 means only at the end.
         keep: newest checkpoints kept; 0 keeps all.
+        keep_best: save after each evaluation that is the best so far (by ``evaluate.metric``), and keep that checkpoint
+            besides; ``<run>/best`` points at its model.
         resume: ``never`` (refuse a run folder that already has a checkpoint), ``auto``, or a checkpoint folder.
     """
 
     every: int = 0
     keep: int = 2
+    keep_best: bool = False
     resume: str = "never"
 
 
@@ -370,8 +380,22 @@ class DPOConfig(PairsConfig):
 
 
 @dataclass
+class TeacherConfig(Settings):
+    """The model that is learned from.
+
+    Attributes:
+        path: local Hugging Face folder of any supported architecture, with the tokenizer of ``model.path``.
+    """
+
+    path: str = MISSING
+
+
+@dataclass
 class RLConfig(RunConfig):
     """What drivers with rewards have in common."""
+
+    makes: ClassVar[tuple[str, ...] | None] = None
+    """Columns that the driver makes for estimators besides scores; None where nobody has said."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
@@ -379,6 +403,8 @@ class RLConfig(RunConfig):
 @dataclass
 class GRPOConfig(RLConfig):
     """``examples/grpo.py``."""
+
+    makes: ClassVar[tuple[str, ...] | None] = ()
 
 
 @dataclass
@@ -398,3 +424,19 @@ class OneStepOffConfig(GRPOConfig):
     """
 
     max_staleness: int = 1
+
+
+@dataclass
+class ReMaxConfig(RLConfig):
+    """``examples/remax.py``."""
+
+    makes: ClassVar[tuple[str, ...] | None] = ("baseline_rewards",)
+
+
+@dataclass
+class DistillConfig(RLConfig):
+    """``examples/distill.py``."""
+
+    makes: ClassVar[tuple[str, ...] | None] = ("teacher_log_probs",)
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)

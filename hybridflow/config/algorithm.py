@@ -37,8 +37,8 @@ class AlgorithmConfig(Settings):
 
     Attributes:
         estimator: ``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``opo``, ``gpg``,
-            ``maxrl``, ``pass_at_k``, ``gae``, ``remax``, ``grpo_stepwise``, ``distill``, or a function of your own
-            (``package.module:name`` or ``path/file.py:name``).
+            ``maxrl``, ``pass_at_k``, ``gae``, ``remax``, ``grpo_stepwise``, ``distill``, ``distill_hybrid``, or a
+            function of your own (``package.module:name`` or ``path/file.py:name``).
         normalize_std: divide by the group's standard deviation (false: Dr. GRPO).
         eps: added to the standard deviation.
         single: advantage of a group of one: ``zero``, or ``raw`` for its score.
@@ -46,9 +46,14 @@ class AlgorithmConfig(Settings):
         lam: lambda of ``gae``.
         whiten: whiten the advantages of ``gae``.
         k: answers drawn in ``pass_at_k``.
+        lambda_rl, lambda_opd: weights of the reward's and of the teacher's advantage in ``distill_hybrid``.
+        opd_clip: bound of the teacher's advantage there.
         options: keyword arguments for an estimator of your own.
         kl_coef: weight of the KL to the reference in the reward; above 0 needs the role ``reference``.
         kl_kind: its estimator, as ``actor.loss.kl_kind``.
+        kl_target: above 0, ``kl_coef`` is where the weight begins, and each step changes it so that the mean KL per
+            token comes to this.
+        kl_horizon: responses over which a KL that is off by a fifth or more changes the weight by a fifth.
         overlong_filter: keep responses that were cut at ``rollout.max_tokens`` out of the loss (DAPO).
         overlong_buffer: tokens before ``rollout.max_tokens`` over which a penalty for length grows from 0 (DAPO); 0
             turns it off.
@@ -63,9 +68,14 @@ class AlgorithmConfig(Settings):
     lam: float = 1.0
     whiten: bool = True
     k: int = 1
+    lambda_rl: float = 1.0
+    lambda_opd: float = 1.0
+    opd_clip: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
     kl_coef: float = 0.0
     kl_kind: str = "k1"
+    kl_target: float = 0.0
+    kl_horizon: float = 10000.0
     overlong_filter: bool = False
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0

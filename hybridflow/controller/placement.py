@@ -21,6 +21,7 @@ WORKERS = {
     "actor": "hybridflow.workers.actor:ActorWorker",
     "rollout": "hybridflow.workers.rollout:RolloutWorker",
     "reference": "hybridflow.workers.reference:ReferenceWorker",
+    "teacher": "hybridflow.workers.teacher:TeacherWorker",
     "reward": "hybridflow.workers.reward:RewardWorker",
 }
 # The order in which roles are built on a pool: the rollout finds the actor's engine there.

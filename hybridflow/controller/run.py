@@ -15,19 +15,23 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridflow.algorithms.evaluation import best_of
+from hybridflow.algorithms.kl import AdaptiveKL, controller_of
 from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, staleness
+from hybridflow.algorithms.step import KL_COEF
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan
-from hybridflow.config import RunConfig
+from hybridflow.config import RLConfig, RunConfig
 from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole, join_pools
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError, nearest
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metrics
 from hybridflow.timing import Timer
@@ -44,12 +48,13 @@ class Run:
         plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
         stream: the prompts to come; ``steps`` takes ``data.prompts_per_step`` of them for each step.
-        actor, rollout, reference, reward: the roles' groups (an :class:`AbsentRole` where not placed).
+        actor, rollout, reference, teacher, reward: the roles' groups (an :class:`AbsentRole` where not placed).
     """
 
     actor: WorkerGroup | AbsentRole
     rollout: WorkerGroup | AbsentRole
     reference: WorkerGroup | AbsentRole
+    teacher: WorkerGroup | AbsentRole
     reward: WorkerGroup | AbsentRole
 
     def __init__(
@@ -66,6 +71,7 @@ class Run:
         self.groups = dict(groups)
         for role, group in groups.items():
             setattr(self, role, group)
+        self._kl = controller_of(config.algorithm) if isinstance(config, RLConfig) else None
         self.step = 0
         self.stop_reason = ""
         self._timer = Timer()
@@ -94,6 +100,8 @@ class Run:
                 self._log(found)
             while self.step < self.config.steps and not self.stop_reason:
                 self._begin(self.step + 1)
+                if isinstance(self._kl, AdaptiveKL):
+                    self.stream.meta[KL_COEF] = self._kl.coef
                 while len(self._ahead) <= min(ahead, self.config.steps - self.step):
                     later = self.stream.take(self.config.data.prompts_per_step, self.step + len(self._ahead))
                     self._ahead.append(start(later))
@@ -131,6 +139,8 @@ class Run:
         if found.get("rollout/staleness_max"):
             # The trainer has moved on since: this is no measure of how alike the two engines compute.
             found = {name.replace("rollout_vs_trainer/", "off_policy/"): value for name, value in found.items()}
+        if self._kl and "reward/kl" in found:
+            self._kl = self._kl.after(found["reward/kl"], len(batch))
         if metrics.get("update_skipped"):
             reason = "its gradient norm is not finite, or all its tokens are masked"
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
@@ -185,7 +195,33 @@ class Run:
         found = evaluation_metrics(batch)
         if settings.stop_at and found["evaluate/accuracy"] >= settings.stop_at:
             self.stop(f"evaluate.stop_at={settings.stop_at} is reached")
+        self._compare(found)
         return found
+
+    def _compare(self, found: Mapping[str, float]) -> None:
+        """Keep the checkpoint of the best evaluation, and end a run that has stopped getting better.
+
+        What was before is read from ``metrics.jsonl``, so a resumed run knows it too.
+        """
+        settings, metric = self.config.evaluate, self.config.evaluate.metric
+        if not settings.patience and not self.config.checkpoint.keep_best:
+            return
+        if metric not in found:
+            raise ConfigError(
+                f"evaluate.metric={metric!r}: an evaluation has no such metric.{nearest(metric, list(found))}"
+            )
+        values = {**self.tracker.history(metric), self.step: found[metric]}
+        best, since = best_of(values, settings.mode)
+        if self.config.checkpoint.keep_best and best == self.step > 0:
+            if self._saved != self.step:
+                self.save()
+            self.store.call_best(self.step)
+            self._link("best")
+        if settings.patience and since >= settings.patience:
+            self.stop(
+                f"{metric} has not got better than {values[best]:.4g} (step {best}) in {since} evaluations "
+                "(evaluate.patience)"
+            )
 
     def save(self) -> Path:
         """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
@@ -193,18 +229,21 @@ class Run:
             self.actor.save(str(folder.absolute()))
             # Prompts of steps that have only been started come again after a resume.
             position = self.stream.position - len(self._ahead) * self.config.data.prompts_per_step
-            place = {"step": self.step, "position": position}
+            place = {"step": self.step, "position": position} | ({KL_COEF: self._kl.coef} if self._kl else {})
             state = {**place, "order": self._order(), "schedule": self._schedule()}
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")
         self._saved = self.step
-        saved = self.store.folder(self.step)
-        link = self.tracker.run_dir / "model"
-        fresh = link.with_name("model.new")
+        self._link("model")
+        return self.store.folder(self.step)
+
+    def _link(self, name: str) -> None:
+        """Let ``<run>/<name>`` point at the model of this step's checkpoint."""
+        link = self.tracker.run_dir / name
+        fresh = link.with_name(f"{name}.new")
         fresh.unlink(missing_ok=True)
-        fresh.symlink_to(os.path.relpath(saved / "model", link.parent))
+        fresh.symlink_to(os.path.relpath(self.store.folder(self.step) / "model", link.parent))
         fresh.replace(link)
-        return saved
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint: weights, optimizer, schedule, the number of the step, the place in the data."""
@@ -221,6 +260,8 @@ class Run:
         self.actor.load(str(folder.absolute()))
         self._begin(int(saved["step"]))
         self.stream.position = int(saved["position"])
+        if isinstance(self._kl, AdaptiveKL):
+            self._kl = replace(self._kl, coef=float(saved[KL_COEF]))
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
         if changed := changed_settings(self.config, folder / "config.yaml"):

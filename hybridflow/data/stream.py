@@ -7,6 +7,8 @@ with the very prompt that would have come next, however many prompts each step h
 
 from __future__ import annotations
 
+from typing import Any
+
 from hybridflow.data.prompts import PromptSource
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
@@ -20,16 +22,18 @@ class PromptStream:
 
     Attributes:
         position: prompts that are used up; the next one to come has this place in the order.
+        meta: what every batch of prompts carries in its ``meta_info``.
     """
 
     def __init__(self, source: PromptSource) -> None:
         self.source = source
         self.position = 0
+        self.meta: dict[str, Any] = {}
 
     def take(self, count: int, step: int) -> DataProto:
         """The next ``count`` prompts, for a training step: see :meth:`PromptSource.batch`; ``meta_info["step"]``."""
         prompts = self.source.batch(self.position, count)
-        prompts.meta_info["step"] = step
+        prompts.meta_info |= {**self.meta, "step": step}
         self.position += count
         return prompts
 

@@ -71,4 +71,4 @@ def combine(outcomes: Sequence[Outcome], weights: Mapping[str, float], solved_at
     if clash:
         return failure(f"returned {clash[0]!r}, which is also the name of a component; rename one")
     reward = own.reward + sum(weight * part.reward for weight, part in zip(weights.values(), parts, strict=True))
-    return Outcome(reward, solved, {**own.extras, **reported})
+    return replace(own, reward=reward, solved=solved, extras={**own.extras, **reported})

@@ -36,6 +36,7 @@ class Outcome:
         reward: finite, or NaN where the answer could not be scored.
         solved: what the function itself says; None leaves it to ``reward.solved_at``.
         extras: further numbers that the function reports.
+        answer: the final answer as the function has read it, as text, so that equal answers are equal; or None.
         error: why there is no reward; None where there is one.
     """
 
@@ -43,6 +44,7 @@ class Outcome:
     solved: bool | None = None
     extras: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    answer: str | None = None
 
 
 def failure(reason: str) -> Outcome:
@@ -171,11 +173,16 @@ def _outcome(values: Any) -> Outcome:
         return Outcome(_number(value))
     if "score" not in value:
         raise _NoReward(f"a dict without 'score' (it has {', '.join(map(str, value)) or 'no key'})")
-    numbers = {str(key): _number(x, f" for {key!r}") for key, x in value.items() if key != "solved"}
+    numbers = {str(key): _number(x, f" for {key!r}") for key, x in value.items() if key not in ("solved", "answer")}
     solved = value.get("solved")
     if solved is not None and not isinstance(solved, bool | int) and type(solved).__module__ != "numpy":
         raise _NoReward(f"{_kind(solved)} for 'solved'; True or False is wanted")
-    return Outcome(numbers.pop("score"), None if solved is None else bool(solved), numbers)
+    answer = value.get("answer")
+    if answer is not None and not isinstance(answer, str | int | float):
+        raise _NoReward(f"{_kind(answer)} for 'answer'; a text is wanted")
+    score = numbers.pop("score")
+    read = None if answer is None else str(answer)
+    return Outcome(score, None if solved is None else bool(solved), numbers, answer=read)
 
 
 def _number(value: Any, place: str = "") -> float:

@@ -30,6 +30,7 @@ class Scores:
         rewards: NaN where an answer could not be scored.
         solved: whether the answer counts as right.
         errors: why there is no reward, or None.
+        answers: the final answers as the function has read them; None where it says none.
         components: ``score`` (the function's own) and each component's score, before weights; None for an answer
             without a reward. An empty list where no components are configured.
         metrics: ``seconds``, and the mean of each further number that the functions report, over the answers it was
@@ -39,6 +40,7 @@ class Scores:
     rewards: list[float]
     solved: list[bool]
     errors: list[str | None]
+    answers: list[str | None]
     components: list[dict[str, float] | None]
     metrics: dict[str, float]
 
@@ -81,6 +83,7 @@ class Scorer:
             rewards=[outcome.reward for outcome in outcomes],
             solved=[bool(outcome.solved) for outcome in outcomes],
             errors=[outcome.error for outcome in outcomes],
+            answers=[outcome.answer for outcome in outcomes],
             components=[self._parts(outcome) for outcome in outcomes] if self._weights else [],
             metrics={**_means(outcomes), "seconds": Max(time.perf_counter() - start)},
         )

@@ -1,8 +1,9 @@
 """Built-in reward functions: exact match, mathematical equality, reasoning-gym's own scorers, and the format.
 
 Where they stand: run by the scoring processes like a user's function, and written like one. Each takes lists and
-returns a list; ``extract`` says which part of an answer is compared. Invariant: an answer from which nothing can be
-extracted is wrong (0), while a ground truth that makes no sense is an error.
+returns a list, most of them of dicts with the ``answer`` that was read; ``extract`` says which part of an answer is
+compared. Invariant: an answer from which nothing can be extracted is wrong (0), while a ground truth that makes no
+sense is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def exact_match(
     ground_truth: Sequence[Any],
     extract: str = "all",
     ignore_case: bool = False,
-) -> list[float]:
+) -> list[dict[str, Any]]:
     """1.0 where the answer is the ground truth as text, without blanks around it; else 0.0.
 
     Args:
@@ -44,14 +45,15 @@ def exact_match(
         answer, wanted = extract_answer(response, extract), reference(truth)
         in_truth = notation.numbers(notation.plain(wanted)) if extract == "number" else []
         value = notation.value(in_truth[0]) if len(in_truth) == 1 else None
-        if answer is None:
-            scores.append(0.0)
-        elif value is not None:
-            scores.append(float(notation.value(answer) == value))
-        elif ignore_case:
-            scores.append(float(answer.casefold() == wanted.casefold()))
+        if answer is not None and value is not None:
+            found = notation.value(answer)
+            right, answer = found == value, answer if found is None else str(found)
+        elif answer is not None and ignore_case:
+            answer = answer.casefold()
+            right = answer == wanted.casefold()
         else:
-            scores.append(float(answer == wanted))
+            right = answer == wanted
+        scores.append({"score": float(right), "answer": answer})
     return scores
 
 
@@ -61,7 +63,7 @@ def math_verify(
     ground_truth: Sequence[Any],
     extract: str = "all",
     seconds: int = 4,
-) -> list[float]:
+) -> list[dict[str, Any]]:
     r"""1.0 where the answer equals the ground truth as mathematics (``1/2``, ``0.5``, ``\frac{1}{2}``); else 0.0.
 
     The package math-verify compares; what it would misread is put into its notation first (:mod:`.notation`). It finds
@@ -84,8 +86,8 @@ def math_verify(
     for response, truth in zip(responses, ground_truth, strict=True):
         wanted = notation.plain(reference(truth))
         if (wanted_word := notation.word(extract_answer(wanted, "auto") or "")) is not None:
-            answer = extract_answer(response, "auto" if extract == "all" else extract)
-            scores.append(float(notation.word(answer or "") == wanted_word))
+            answer = notation.word(extract_answer(response, "auto" if extract == "all" else extract) or "")
+            scores.append({"score": float(answer == wanted_word), "answer": answer})
             continue
         gold = parse(notation.formula(wanted, whole=True), parsing_timeout=seconds)
         if not gold:
@@ -95,7 +97,8 @@ def math_verify(
         answer = answer if notation.has_variables(wanted) else notation.without_unit(answer)
         answer = notation.formula(answer, whole=extract in ("boxed", "number"))
         found = parse(answer, parsing_timeout=seconds) if answer else []
-        scores.append(float(bool(found) and verify(gold, found, timeout_seconds=seconds)))
+        right = bool(found) and verify(gold, found, timeout_seconds=seconds)
+        scores.append({"score": float(right), "answer": str(found[0]) if found else None})
     return scores
 
 
@@ -126,7 +129,7 @@ def reasoning_gym(
         answer = extract_answer(response, extract)
         score = 0.0 if answer is None else _task_score(task, answer, info["item"])
         solved = score >= 1 - 1e-6
-        scores.append({"score": score if partial else float(solved), "solved": solved})
+        scores.append({"score": score if partial else float(solved), "solved": solved, "answer": answer})
     return scores
 
 

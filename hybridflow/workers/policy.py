@@ -32,14 +32,16 @@ class PolicyWorker(Worker):
 
     engine: MegatronEngine
 
-    def build_engine(self, optimizer: OptimizerConfig | None, total_updates: int = 1) -> None:
+    def build_engine(self, optimizer: OptimizerConfig | None, total_updates: int = 1, path: str = "") -> None:
+        """Load the model of a folder, ``model.path`` where ``path`` is empty. Collective."""
         # Here, not above: the driver imports this module for its signatures and must stay free of megatron-core.
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         config = self.context.config
-        spec = ModelSpec.from_folder(config.model.path)
+        folder = path or config.model.path
+        spec = ModelSpec.from_folder(folder)
         self.engine = MegatronEngine(
-            folder=config.model.path,
+            folder=folder,
             layout=training_of(self.context.layout),
             dtype=getattr(torch, config.model.dtype),
             valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),

@@ -18,7 +18,7 @@ from hybridflow.protocol.transfer import Protocol
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.workers.base import Worker, register
 
-OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error"})
+OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error", "answer"})
 
 
 class RewardWorker(Worker):
@@ -40,10 +40,10 @@ class RewardWorker(Worker):
                 (``data_source``, ``extra_info``, ``finish_reason``) are offered to the function.
 
         Returns:
-            ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``; if
-            there are ``reward.components``, ``reward_components``: a dict of each answer's scores before weights,
-            None where scoring failed. ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each
-            as ``reward/<name>``.
+            ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``,
+            ``answer`` (the final answer as the function has read it, or None); if there are ``reward.components``,
+            ``reward_components``: a dict of each answer's scores before weights, None where scoring failed.
+            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
 
         Raises:
             RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored.
@@ -61,7 +61,7 @@ class RewardWorker(Worker):
                 "rewards": torch.tensor(scores.rewards, dtype=torch.float32),
                 "solved": torch.tensor(scores.solved, dtype=torch.bool),
             },
-            non_tensors={"response_text": texts, "reward_error": scores.errors}
+            non_tensors={"response_text": texts, "reward_error": scores.errors, "answer": scores.answers}
             | ({"reward_components": scores.components} if self.context.config.reward.components else {}),
             meta_info={"metrics": {f"reward/{name}": value for name, value in scores.metrics.items()}},
         )

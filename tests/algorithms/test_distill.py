@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import grpo
+from hybridflow.algorithms.advantages import distill_hybrid, grpo
 from hybridflow.algorithms.distill import distill, hybrid, topk_reverse_kl
 from hybridflow.errors import DataError
 
@@ -103,3 +103,19 @@ def test_mismatched_shapes_are_refused():
         hybrid(x, x, torch.ones(1, dtype=torch.bool), clip=-1)
     with pytest.raises(DataError, match=r"teacher_log_probs \[1, 2\]: give \[B, T, K\] for a mask \[1, 2\]"):
         topk_reverse_kl(x[..., None], x, torch.ones(1, 2, dtype=torch.bool))
+
+
+def test_the_hybrid_estimator_is_grpo_and_the_teacher_by_their_weights():
+    scores, groups = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    mask = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
+    student = torch.tensor([[-1.0, -2.0], [-1.0, math.nan], [-1.0, -1.0], [-2.0, -1.0]])
+    teacher = torch.tensor([[-0.5, -5.0], [-1.0, math.nan], [-3.0, -1.0], [-1.0, -1.5]])
+    rewarded, _ = grpo(scores, groups, mask)
+    alone, _ = distill_hybrid(scores, groups, teacher, student, mask, lambda_opd=0.0)
+    assert torch.equal(alone, rewarded)
+    both, _ = distill_hybrid(scores, groups, teacher, student, mask, lambda_rl=0.0, lambda_opd=2.0, opd_clip=0.75)
+    # log-ratios 0.5, -3 | 0 | -2, 0 | 1, -0.5, clipped to 0.75 and doubled
+    assert both.tolist() == [[1.0, -1.5], [0.0, 0.0], [-1.5, 0.0], [1.5, -1.0]]
+    trusted = torch.tensor([True, False, False, False])
+    some, _ = distill_hybrid(scores, groups, teacher, student, mask, trusted)
+    assert torch.equal(some[1:], rewarded[1:]) and some[0, 0] == rewarded[0, 0] + 0.5

@@ -1,11 +1,12 @@
 """Pass@k, its intervals and the majority against enumeration."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from hybridflow.algorithms.evaluation import majority, pass_at_all_k, pass_at_k
+from hybridflow.algorithms.evaluation import best_of, majority, pass_at_all_k, pass_at_k
 from hybridflow.errors import DataError
 
 
@@ -60,6 +61,14 @@ def test_the_majority_votes_and_ties_share():
     solved = [[True, True, False], [True, False, False], [False, False, True], [False, False]]
     # Right; a tie of a right and a wrong answer; outvoted; no vote.
     assert majority(answers, solved) == pytest.approx((1 + 0.5 + 0 + 0) / 4)
+
+
+def test_the_first_of_the_best_evaluations_is_the_best_and_nan_never():
+    values = {0: 0.25, 10: 0.5, 20: math.nan, 30: 0.5, 40: 0.375}
+    assert best_of(values, "max") == (10, 3)
+    assert best_of(values, "min") == (0, 4)
+    assert best_of({5: math.nan}, "max") == (5, 0)
+    assert best_of({5: math.nan, 6: -1.0}, "max") == (6, 0)
 
 
 def test_bad_input_is_refused():

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import KINDS, AdaptiveKL, FixedKL, full, kl, penalised
+from hybridflow.algorithms.kl import KINDS, AdaptiveKL, FixedKL, controller_of, full, kl, penalised
+from hybridflow.config import AlgorithmConfig
 from hybridflow.errors import ConfigError
 
 LN2 = math.log(2.0)
@@ -100,3 +101,9 @@ def test_unknown_kinds_list_the_known_ones_and_name_the_setting():
         kl(one(0.0), one(0.0), "k4")
     with pytest.raises(ConfigError, match=r"algorithm.kl_kind='k4'"):
         penalised(one(0.0), one(0.0), one(0.0), torch.tensor([[True]]), 0.1, "k4")
+
+
+def test_settings_choose_the_controller():
+    assert controller_of(AlgorithmConfig(kl_coef=0.1)) == FixedKL(0.1)
+    adaptive = controller_of(AlgorithmConfig(kl_coef=0.1, kl_target=0.02, kl_horizon=50))
+    assert adaptive == AdaptiveKL(0.1, 0.02, 50)

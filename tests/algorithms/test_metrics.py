@@ -79,7 +79,30 @@ def test_an_evaluation_gives_accuracy_by_source_and_pass_at_k():
     assert found["evaluate/pass@2"] == pytest.approx(5 / 6)
     assert (found["evaluate/pass@2/low"], found["evaluate/pass@2/high"]) == pytest.approx((2 / 3, 1.0))
     assert found["evaluate/pass@3"] == 1.0
-    assert "evaluate/pass@1" not in found
+    assert (found["evaluate/pass@2/a"], found["evaluate/pass@2/b"]) == pytest.approx((2 / 3, 1.0))
+    assert (found["evaluate/reward/b"], found["evaluate/length/a"]) == pytest.approx((0.5, 2.0))
+    assert "evaluate/pass@1" not in found and "evaluate/majority@3" not in found
+
+
+def test_every_k_has_its_pass_at_k_and_answers_that_were_read_a_majority():
+    batch = answered([True, False, False, False, True, True, False, True], [0] * 4 + [1] * 4, ["a"] * 8)
+    found = evaluation_metrics(batch.union(DataProto.from_dict(non_tensors={"answer": list("5676") + list("7787")})))
+    # Of 4 answers 1 and 3 are right: 1 - C(3, k) / C(4, k) and 1. The first prompt's majority is wrong.
+    assert [found[f"evaluate/pass@{k}"] for k in (2, 3, 4)] == pytest.approx([(1 / 2 + 1) / 2, (3 / 4 + 1) / 2, 1.0])
+    assert found["evaluate/majority@4"] == 0.5
+
+
+def test_a_majority_is_of_the_answers_to_one_prompt():
+    batch = answered([True, True, False, False, False, True], [0, 0, 0, 1, 1, 1], ["a"] * 3 + ["b"] * 3)
+    found = evaluation_metrics(batch.union(DataProto.from_dict(non_tensors={"answer": ["5", "5", "6", "6", "6", "5"]})))
+    assert found["evaluate/majority@3"] == 0.5
+    assert (found["evaluate/majority@3/a"], found["evaluate/majority@3/b"]) == (1.0, 0.0)
+
+
+def test_a_policy_is_as_far_from_its_teacher_as_its_own_tokens_say():
+    rows = {"log_probs": [[-1.0, -2.0], [-0.5]], "teacher_log_probs": [[-3.0, -2.0], [-1.5]]}
+    found = batch_metrics(DataProto.from_dict({key: DataProto.jagged(value) for key, value in rows.items()}))
+    assert found["teacher/kl"] == pytest.approx(1.0)
 
 
 def test_one_answer_a_prompt_has_no_pass_at_k():

@@ -101,7 +101,9 @@ def test_kl_in_the_reward_changes_scores_and_token_rewards_alike():
     assert found.meta_info["metrics"]["reward/kl"] == pytest.approx(0.5 / 6)
     found = compute_advantages(make_batch(), settings(estimator="reinforce_plus_plus", kl_coef=0.5))
     assert found.flat("returns").tolist() == pytest.approx([1.5, 1.5, -1.0, 2.25, 0, 2.25, 0])
-    adapted = compute_advantages(make_batch(), settings(estimator="reinforce_plus_plus", kl_coef=0.5), kl_coef=1.0)
+    batch = make_batch()
+    batch.meta_info["kl_coef"] = 1.0
+    adapted = compute_advantages(batch, settings(estimator="reinforce_plus_plus", kl_coef=0.5))
     assert adapted.flat("returns").tolist() == pytest.approx([2.0, 2.0, -2.0, 2.5, 0, 2.5, 0])
 
 

@@ -31,7 +31,9 @@ def given(folder: Path) -> list[str]:
 @pytest.fixture
 def checked(given: list[str]) -> Callable[..., Plan]:
     def run(*overrides: str, name: str = "grpo") -> Plan:
-        return check(compose.load(name, DRIVERS[name], [*given, *overrides]))
+        teacher = [next(text for text in given if text.startswith("model.path=")).replace("model", "teacher", 1)]
+        more = teacher if name == "distill" else []
+        return check(compose.load(name, DRIVERS[name], [*given, *more, *overrides]))
 
     return run
 

@@ -13,6 +13,7 @@ from hybridflow.algorithms.step import COLUMNS, SETTINGS
 from hybridflow.checks import Plan
 from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
 from hybridflow.config import LossConfig
+from tests.assets import write_model
 
 
 def test_estimators_read_the_settings_and_columns_of_the_tables() -> None:
@@ -166,3 +167,42 @@ def test_training_on_given_answers_needs_neither_rollout_nor_reward(checked: Cal
     alone = ["roles.rollout=null", "roles.reward=null", "~pools.cpu"]
     assert set(checked(*alone, name="sft").layouts) == {"actor"}
     assert set(checked(*alone, name="dpo").layouts) == {"actor", "reference"}
+
+
+def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], folder: Path) -> None:
+    assert "teacher.path='no/where': no such folder." in refused("teacher.path=no/where", name="distill")
+    made = refused("teacher.path=runs/demo/grpo-tiny/other", name="distill")
+    assert "no such folder. Make it with: make quickstart" in made
+    other = write_model(folder / "other")
+    (other / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    assert (
+        "its tokenizer is not the one of model.path (1 tokens and 0; 1 differ, such as 'a'): a teacher scores the "
+        "student's token ids. Choose a teacher of the same family."
+    ) in refused(f"teacher.path={other}", name="distill")
+    (other / "tokenizer.json").write_text("{}")
+    (other / "config.json").write_text('{"model_type": "mamba"}')
+    assert f"teacher.path={str(other)!r}: " in refused(f"teacher.path={other}", name="distill")
+
+
+def test_a_teacher_is_placed_and_its_heads_split(refused: Callable[..., str]) -> None:
+    assert "roles.teacher is not placed." in refused("roles.teacher=null", name="distill")
+    split = refused("roles.teacher.layout.tp=3", "pools.teacher.devices=[3]", name="distill")
+    assert "roles.teacher.layout" in split
+
+
+def test_a_driver_offers_the_estimators_whose_columns_it_makes(refused: Callable[..., str]) -> None:
+    message = refused("algorithm.estimator=distill", name="remax")
+    assert "reads the column 'teacher_log_probs', which this driver does not make. Choose one of grpo," in message
+    assert "remax" in message.split("Choose one of")[1]
+
+
+@pytest.mark.parametrize("estimator", ["distill", "distill_hybrid"])
+def test_distillation_needs_the_students_own_log_probs(estimator: str, refused: Callable[..., str]) -> None:
+    message = refused(f"algorithm.estimator={estimator}", "actor.loss.old_log_probs=own", name="distill")
+    assert f"algorithm.estimator={estimator!r} reads the column log_probs, which" in message
+
+
+def test_an_adapted_kl_has_to_begin_somewhere(refused: Callable[..., str]) -> None:
+    assert "algorithm.kl_coef=0: algorithm.kl_target=0.1 multiplies it step by step, so it would stay 0." in refused(
+        "algorithm.kl_target=0.1"
+    )

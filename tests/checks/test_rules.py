@@ -16,6 +16,7 @@ from hybridflow.checks.values import CHOICES, RANGES
 from hybridflow.config import GRPOConfig, RunConfig
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.settings import SCHEMAS, settings_of
+from tests.assets import DRIVER_OF
 from tests.checks.conftest import DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def options_of(group: str) -> list[str]:
             for group in ("model", "data")
             for option in options_of(group)
         ),
-        *(("grpo", f"algorithm={option}") for option in options_of("algorithm")),
+        *((DRIVER_OF.get(option, "grpo"), f"algorithm={option}") for option in options_of("algorithm")),
         *((name, f"placement={option}") for name in DRIVERS for option in options_of("placement")),
     ],
 )

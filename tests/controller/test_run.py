@@ -24,6 +24,7 @@ from hybridflow.controller.run import Run
 from hybridflow.data.demo import byte_tokenizer
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
+from hybridflow.errors import ConfigError
 from hybridflow.protocol.data import DataProto
 from hybridflow.tracking import Tracker
 from tests.assets import overrides_for
@@ -126,6 +127,99 @@ def test_sigterm_ends_the_run_after_its_step_and_saves_it(tmp_path: Path) -> Non
     assert run.store.read_json(run.store.folder(2) / "run.json")["position"] == 4
     assert "Interrupted after step 2 of 4" in printed.getvalue()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Answers:
+    """A rollout and a reward in one: every held-out prompt is answered, and right as often as is said."""
+
+    def __init__(self) -> None:
+        self.accuracy: list[float] = []
+
+    def __bool__(self) -> bool:
+        return True
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        return {}
+
+    def generate(self, prompts: DataProto, **_: Any) -> DataProto:
+        return prompts.union(DataProto.from_dict({"responses": DataProto.jagged([[1]] * len(prompts))}))
+
+    def score(self, batch: DataProto) -> DataProto:
+        solved = torch.arange(len(batch)) < round(self.accuracy.pop(0) * len(batch))
+        return DataProto.from_dict({"solved": solved, "rewards": solved.float()})
+
+
+class HeldOut:
+    """Ten held-out prompts."""
+
+    def held_out(self) -> DataProto:
+        prompts = DataProto.jagged([[2, 3]] * 10)
+        return DataProto.from_dict({"prompts": prompts, "group_ids": torch.arange(10)}, {"data_source": ["a"] * 10})
+
+
+def evaluated(folder: Path, accuracy: list[float], *overrides: str) -> tuple[Run, int]:
+    """A run that is evaluated in each step until it stops, or as often as there is an accuracy; and the last step."""
+    answers = Answers()
+    answers.accuracy = list(accuracy)
+    every = ["checkpoint.every=0", "checkpoint.keep=1", "tracking.rollouts_every=0"]
+    run, _ = run_of(folder, *every, *overrides, groups={"rollout": answers, "reward": answers})
+    source: Any = HeldOut()
+    run.source = source
+    while answers.accuracy and not run.stop_reason:
+        run.tracker.log(run.step, run.evaluate())
+        run.step += 1
+    return run, run.step - 1
+
+
+def test_a_run_that_gets_no_better_ends_after_its_patience(tmp_path: Path) -> None:
+    run, last = evaluated(tmp_path / "a", [0.2, 0.5, 0.5, 0.3, 0.6], "evaluate.patience=2")
+    assert last == 3
+    assert run.stop_reason == (
+        "evaluate/accuracy has not got better than 0.5 (step 1) in 2 evaluations (evaluate.patience)"
+    )
+    run, last = evaluated(tmp_path / "b", [0.2, 0.5, 0.5, 0.6, 0.4], "evaluate.patience=2")
+    assert (last, run.stop_reason) == (4, "")
+    lower = ["evaluate.patience=1", "evaluate.metric=evaluate/reward", "evaluate.mode=min"]
+    assert evaluated(tmp_path / "c", [0.5, 0.4, 0.4, 0.3], *lower)[1] == 2
+
+
+def test_the_best_evaluations_checkpoint_is_kept(tmp_path: Path) -> None:
+    run, _ = evaluated(tmp_path, [0.9, 0.2, 1.0, 0.3, 1.0], "checkpoint.keep_best=true")
+    # The first of equal ones, and never step 0, which is the model that the run began from.
+    assert (run.store.root / "best").read_text() == "step_000002\n"
+    assert (run.tracker.run_dir / "best").readlink() == Path("checkpoints/step_000002/model")
+    run.step = 4
+    run.save()
+    assert [step for step, _ in run.store.checkpoints()] == [2, 4]
+
+
+def test_an_unknown_metric_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.metric='evaluate/acuracy': .* Did you mean 'evaluate/accuracy'"):
+        evaluated(tmp_path, [0.5], "evaluate.patience=1", "evaluate.metric=evaluate/acuracy")
+
+
+def test_an_adapted_kl_goes_on_where_it_was(tmp_path: Path) -> None:
+    adaptive = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5", "algorithm.kl_horizon=10"]
+    given = [*adaptive, "roles.reference={pool: train}", "evaluate.every=0", "tracking.rollouts_every=0"]
+    run, _ = run_of(tmp_path, *given, "checkpoint.every=1")
+    tokens = {name: DataProto.jagged([torch.tensor([2, 3])]) for name in ("prompts", "responses")}
+    run.step = 1
+    run.finish_step({}, DataProto.from_dict(tokens, meta_info={"metrics": {"reward/kl": 5.0}}))
+    resumed, _ = run_of(tmp_path, *given, "checkpoint.resume=auto")
+    resumed.restore(run.store.folder(1))
+    prompts = next(iter(_streamed(resumed).steps()))
+    # One response with a KL far above the target: 0.1 * (1 + 0.2 * 1 / 10).
+    assert prompts.meta_info == {"kl_coef": pytest.approx(0.102), "step": 2}
+
+
+def _streamed(run: Run) -> Run:
+    class Prompts:
+        def batch(self, start: int, count: int) -> DataProto:
+            return DataProto.from_dict({"prompts": DataProto.jagged([[1]] * count)})
+
+    source: Any = Prompts()
+    run.stream.source = source
+    return run
 
 
 @pytest.mark.ray

@@ -46,3 +46,9 @@ def test_a_stream_that_stands_where_another_stood_goes_on_as_it(source: PromptSo
     one.take(11, 1)
     other.position = one.position
     assert other.take(9, 2)["uid"].tolist() == one.take(9, 2)["uid"].tolist()
+
+
+def test_every_batch_carries_what_the_stream_is_given(source: PromptSource):
+    stream = PromptStream(source)
+    stream.meta["kl_coef"] = 0.5
+    assert [stream.take(2, step).meta_info for step in (1, 1)] == [{"kl_coef": 0.5, "step": 1}] * 2

@@ -8,8 +8,10 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     killed -> recovered                                     a device process killed in step 2, then resume
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
     apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
+    remax (1 device, 12 steps), distill (1 + 1 devices, 8 steps), dpo (1 device, 12 steps)      learning
 
-Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead.
+Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead, dpo and
+remax.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.drivers import DAPO, GRPO, ONE_STEP_OFF, SFT, Driver, Ended, survivors, value_of
+from tests.e2e.drivers import DAPO, DISTILL, DPO, GRPO, ONE_STEP_OFF, REMAX, SFT, Driver, Ended, survivors, value_of
 
 HERE = Path(__file__).parent
 REWARD = HERE / "reward.py"
@@ -130,6 +132,44 @@ def dapo(start: Callable[..., Driver], overrides: list[str]) -> Finished:
     size = f"reward.components={{size: {{function: '{REWARD}:size', weight: 0.0}}}}"
     more = ["name=dapo", "steps=16", "rollout.n=4", "dynamic_sampling.max_tries=3", "actor.optimizer.warmup_steps=0"]
     return to_its_end(start(DAPO, overrides, *reward, size, *more, "checkpoint.every=16"))
+
+
+LEARNING = ["actor.optimizer.lr=2e-3", "actor.optimizer.warmup_steps=0", "checkpoint.every=0", "evaluate.size=4"]
+
+
+@pytest.fixture(scope="session")
+def dpo_driver(start: Callable[..., Driver], overrides: list[str], folder: Path) -> Driver:
+    """On pairs, without rollout and reward."""
+    alone = ["roles.rollout=null", "roles.reward=null", "~pools.cpu", "placement=colocate"]
+    pairs = [f"data.train={folder / 'pairs.jsonl'}", "data.prompts_per_step=16"]
+    return start(DPO, overrides, *LEARNING, *alone, *pairs, "name=dpo", "steps=12", "actor.optimizer.lr=1e-3")
+
+
+@pytest.fixture(scope="session")
+def remax(start: Callable[..., Driver], overrides: list[str], dpo_driver: Driver) -> Finished:
+    """From random weights, with a reward that such a model learns."""
+    reward = [f"reward.function={REWARD}:even", "data.prompts_per_step=16"]
+    return to_its_end(start(REMAX, overrides, *LEARNING, *reward, "name=remax", "steps=12"))
+
+
+@pytest.fixture(scope="session")
+def dpo(dpo_driver: Driver) -> Finished:
+    return to_its_end(dpo_driver)
+
+
+@pytest.fixture(scope="session")
+def distill(start: Callable[..., Driver], overrides: list[str], folder: Path) -> Finished:
+    """Random weights learn from others, which a larger output layer makes sure of what they say."""
+    from safetensors.torch import load_file, save_file
+
+    from hybridflow.data.demo import write_model
+
+    write_model(folder / "teacher", seed=1)
+    weights = load_file(folder / "teacher" / "model.safetensors")
+    weights["lm_head.weight"] *= 10
+    save_file(weights, folder / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    teacher = [f"teacher.path={folder / 'teacher'}", "data.prompts_per_step=8"]
+    return to_its_end(start(DISTILL, overrides, *LEARNING, *teacher, "name=distill", "steps=8"))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,9 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SFT, GRPO, DAPO, ONE_STEP_OFF = (ROOT / "examples" / f"{name}.py" for name in ("sft", "grpo", "dapo", "one_step_off"))
+SFT, GRPO, DAPO, ONE_STEP_OFF, REMAX, DISTILL, DPO = (
+    ROOT / "examples" / f"{name}.py" for name in ("sft", "grpo", "dapo", "one_step_off", "remax", "distill", "dpo")
+)
 
 
 @dataclass(frozen=True)

@@ -105,3 +105,11 @@ def test_a_file_that_leaves_the_process_is_refused_by_name(tmp_path: Path) -> No
     path.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(RewardError, match=r"leaves\.py failed"):
         call(f"{path}:f")
+
+
+def test_a_function_may_say_what_answer_it_has_read():
+    assert outcome_of([{"score": 1, "answer": "5"}]).answer == "5"
+    assert outcome_of([{"score": 1, "answer": 5}]).answer == "5"
+    assert outcome_of([{"score": 1, "answer": None}]).answer is None
+    assert outcome_of([{"score": 1, "answer": "5"}]).extras == {}
+    assert outcome_of([{"score": 1, "answer": ["5"]}]).error == "returned list for 'answer'; a text is wanted"

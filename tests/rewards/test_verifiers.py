@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hybridflow.config import RewardConfig
@@ -59,12 +61,16 @@ def test_ground_truth_of_gsm8k_is_what_stands_behind_its_mark():
     assert reference(68) == "68"
 
 
+def scores_of(found: list[dict[str, Any]]) -> list[float]:
+    return [score["score"] for score in found]
+
+
 def test_exact_match_compares_texts():
     prompts, truth = ["p"] * 4, ["68", 68, "yes", "yes"]
-    assert exact_match(prompts, ["68", " 68\n", "Yes", "no"], truth) == [1.0, 1.0, 0.0, 0.0]
-    assert exact_match(prompts, ["068", "68.", "Yes", "no"], truth, ignore_case=True) == [0.0, 0.0, 1.0, 0.0]
-    assert exact_match(["p"], ["It is 68."], ["68"], extract="number") == [1.0]
-    assert exact_match(["p"], [""], [""], extract="number") == [0.0]
+    assert scores_of(exact_match(prompts, ["68", " 68\n", "Yes", "no"], truth)) == [1.0, 1.0, 0.0, 0.0]
+    assert scores_of(exact_match(prompts, ["068", "68.", "Yes", "no"], truth, ignore_case=True)) == [0.0, 0.0, 1.0, 0.0]
+    assert scores_of(exact_match(["p"], ["It is 68."], ["68"], extract="number")) == [1.0]
+    assert scores_of(exact_match(["p"], [""], [""], extract="number")) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_exact_match_compares_texts():
     ],
 )
 def test_exact_match_of_numbers_compares_values(response: str, truth: str, wanted: float):
-    assert exact_match(["p"], [response], [truth], extract="number") == [wanted]
+    assert scores_of(exact_match(["p"], [response], [truth], extract="number")) == [wanted]
 
 
 EQUAL = [
@@ -125,12 +131,12 @@ DIFFERENT = [
 
 
 def test_math_verify_knows_equal_values_in_every_notation():
-    found = {pair: math_verify(["p"], [pair[0]], [pair[1]])[0] for pair in EQUAL}
+    found = {pair: scores_of(math_verify(["p"], [pair[0]], [pair[1]]))[0] for pair in EQUAL}
     assert [pair for pair, score in found.items() if score != 1.0] == []
 
 
 def test_math_verify_tells_different_values_apart():
-    found = {pair: math_verify(["p"], [pair[0]], [pair[1]])[0] for pair in DIFFERENT}
+    found = {pair: scores_of(math_verify(["p"], [pair[0]], [pair[1]]))[0] for pair in DIFFERENT}
     assert [pair for pair, score in found.items() if score != 0.0] == []
 
 
@@ -140,6 +146,18 @@ def test_math_verify_in_a_scoring_process_refuses_a_truth_that_is_none():
     scorer.close()
     assert scores.rewards[:2] == [1.0, 0.0] and scores.errors[:2] == [None, None]
     assert scores.errors[2] and "the ground truth '' is no mathematical expression" in scores.errors[2]
+
+
+def test_a_verifier_says_what_answer_it_has_read():
+    """Votes are counted on it, so equal answers are equal texts."""
+    read = [score["answer"] for score in exact_match(["p"] * 3, ["It is 5.0", "$5", "no"], ["5"] * 3, extract="number")]
+    assert read[0] == read[1] and read[2] is None
+    words = exact_match(["p"] * 2, ["YES ", "yes"], ["yes"] * 2, ignore_case=True)
+    assert [score["answer"] for score in words] == ["yes", "yes"]
+    sums = math_verify(["p"] * 3, [r"$\frac{1}{2}$", "It is 1/2", "no idea"], ["1/2"] * 3)
+    assert sums[0]["answer"] == sums[1]["answer"] == "1/2" and sums[2]["answer"] is None
+    days = math_verify(["p"] * 2, ["Monday", r"\text{monday}"], ["Monday"] * 2)
+    assert [score["answer"] for score in days] == ["monday", "monday"]
 
 
 @pytest.mark.parametrize(
