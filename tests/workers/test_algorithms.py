@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
 STEPWISE = "algorithm.estimator=grpo_stepwise"
-VOCAB, RIGHT, SAMPLES, STEPS = 13, 6, 16, 4
+VOCAB, RIGHT, SAMPLES, STEPS = 13, 6, 16, 3
 PROMPTS = torch.tensor([[7, 8], [9, 10], [11, 12], [8, 9]])
 
 
@@ -120,14 +120,47 @@ def trained_on_rank(rank: int, algorithms: list[str], given: list[str]) -> dict[
     return found
 
 
+def preferred_on_rank(rank: int, given: list[str]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """DPO on four pairs, in micro-batches of 8 rows and of 1: the margins before each update, and the weights after."""
+    from hybridflow import compose
+    from hybridflow.algorithms.preferences import dpo_advantages
+    from hybridflow.config import DPOConfig
+    from hybridflow.resharding.layout import ParallelLayout
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+    from hybridflow.workers.reference import ReferenceWorker
+
+    responses = torch.tensor([[1, 2], [11, 12], [3, 4], [9, 3], [5, 5], [12, 0], [0, 1], [7, 7]])
+    pairs = rows(PROMPTS.repeat_interleave(2, dim=0), responses)
+    pairs = pairs.union(DataProto.from_dict({"chosen": torch.tensor([True, False] * 4)}))
+    found = []
+    for size in (8, 1):
+        # A large eps keeps rounding of near-zero gradients from being blown up to a whole Adam step.
+        optimizer = ["actor.optimizer={lr: 0.003, eps: 1e-3, warmup_steps: 0}", f"actor.micro_batch_size={size}"]
+        config = compose.load("dpo", DPOConfig, [*given, "rollout.n=2", "actor.epochs=1", *optimizer])
+        context = ("actor", rank, ParallelLayout(), config, {}, "train")
+        actor, reference = ActorWorker(WorkerContext(*context)), ReferenceWorker(WorkerContext(*context))
+        actor.setup()
+        reference.setup()
+        margins = []
+        for _ in range(4):
+            batch = pairs.union(call(actor, "log_probs", pairs)).union(call(reference, "log_probs", pairs))
+            advantages = dpo_advantages(batch, config.preference)
+            margins.append(advantages.meta_info["metrics"]["preference/margin"])
+            call(actor, "update", batch.union(advantages))
+        found.append((margins, {name: p.clone() for name, p in actor.engine.parameters().items()}))
+    return found
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A student, a teacher and settings of a run of seconds."""
     folder = tmp_path_factory.mktemp("algorithms")
     for name, seed in (("student", 0), ("teacher", 1)):
-        path = save_tiny_model(folder / name, "qwen3", seed=seed, vocab_size=VOCAB)
+        path = save_tiny_model(folder / name, "qwen3", seed=seed, vocab_size=VOCAB, head_dim=32)
         save_tokenizer(Path(path), VOCAB)
     (folder / "rows.jsonl").write_text('{"prompt": "w1", "ground_truth": "w2"}\n')
-    given = [
+    return [
         *(f"model.path={folder / 'student'}", f"data.train={folder / 'rows.jsonl'}", "data.evaluate=''"),
         *(f"runs_dir={folder / 'runs'}", f"rollout.n={SAMPLES}", "rollout.max_tokens=2", "data.prompts_per_step=4"),
         *(
@@ -137,6 +170,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
             "actor.optimizer.schedule=constant",
         ),
     ]
+
+
+@pytest.fixture(scope="module")
+def trained(given: list[str]) -> dict[str, dict[str, float]]:
     [found] = run_ranks(trained_on_rank, 1, [*ALGORITHMS, STEPWISE], given)
     return found
 
@@ -153,3 +190,12 @@ def test_a_student_comes_closer_to_its_teacher(trained: dict[str, dict[str, floa
     found = trained["distill"]
     assert found["kl_before"] > 0.1
     assert found["kl_after"] < 0.5 * found["kl_before"]
+
+
+def test_dpo_prefers_the_chosen_answers_whatever_the_micro_batches(given: list[str]) -> None:
+    [((margins, weights), (other_margins, other_weights))] = run_ranks(preferred_on_rank, 1, given)
+    assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert margins == sorted(margins) and margins[-1] > 0.1
+    assert other_margins == pytest.approx(margins, abs=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=1e-6, msg=name)
