@@ -228,7 +228,7 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
     [
         (
             "roles.critc={pool: train}",
-            "roles.critc: there is no role 'critc'.  Known: actor, reference, reward, rollout.",
+            "roles.critc: there is no role 'critc'.  Known: actor, reference, reward, rollout, teacher.",
         ),
         ("roles.rolout={pool: train}", "there is no role 'rolout'. Did you mean 'rollout'?"),
         ("roles.reward=null", "roles.reward is not placed. Give it as roles.reward={pool: NAME}. Pools: cpu, train."),
