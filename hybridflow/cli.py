@@ -7,6 +7,7 @@ Exit codes: 0 for success, 2 for wrong settings or arguments, 1 for any other er
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     settings = bench.Settings(
         options.out, options.steps, options.warm_up, options.timeout, options.peak_tflops, options.retry
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended too
     rows = bench.bench(bench.points_of(drivers, overrides), settings)
     failed = sum(row["status"] != "done" for row in rows)
     print(f"{len(rows)} points, {failed} failed: {options.out / 'results.csv'}, {options.out / 'report.html'}")

@@ -2,8 +2,12 @@
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as parquet
 import pytest
 
@@ -100,6 +104,22 @@ def test_a_point_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert row["status"] == "failed"
     assert row["error"].startswith("no end within 1 s: ")
     assert row["wall_seconds"] < 60
+
+
+def test_a_sweep_that_is_ended_takes_its_run_along(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "hybridflow.cli", "bench", str(tmp_path / "slow.py"), "--out", str(tmp_path / "o")]
+    sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sweep.terminate()
+    assert sweep.wait(90) == 143
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert list((tmp_path / "o" / "points").glob("*.json")) == []
 
 
 def test_the_numbers_of_a_point_are_those_after_its_warm_up(driver: Path, tmp_path: Path) -> None:
