@@ -7,6 +7,7 @@ no rank, and is told the argument's own error.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from hybridflow.controller import outside
 from hybridflow.controller.call import Answer, Invocation, Later
 from hybridflow.controller.pool import Failure
 from hybridflow.controller.store import packed
-from hybridflow.errors import WorkerDiedError, WorkerError
+from hybridflow.errors import DataError, WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch
 from hybridflow.trace import Span
 
@@ -80,6 +81,12 @@ class DataFuture:
         state = "failed" if self._failure else "waiting" if self._awaits else "running" if self._pending else "done"
         return f"DataFuture({self._invocation.call.where}, {state})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise DataError(
+            f"{self!r} cannot be sent inside of another value: give it to a method as an argument of its own, or read "
+            f"its .result() first."
+        )
+
     def done(self) -> bool:
         """Whether :meth:`result` returns (or raises) without waiting."""
         self.wait(timeout=0)
@@ -105,19 +112,22 @@ class DataFuture:
         self.wait(timeout)
         if self._failure is not None:
             self._failure.tell()
-            raise self._failure.error
+            raise copy.copy(self._failure.error)  # the pool keeps it, and is not to keep what its traceback holds
         if self._pending:
             raise self._timed_out(timeout or 0.0)
         if not self._collected:
             invocation = self._invocation
             call, dispatch = self._dispatched or invocation.distribute(_result)
             self._value, self._collected = invocation.collect(call, dispatch, self._outputs), True
-            # What the call was made of is not needed any more, and would keep its batches alive.
-            self._outputs, self._refs, self._dispatched = [], [], None
-            self._invocation = invocation.with_arguments(lambda argument: None)
+            self._let_go()
         return self._value
 
     # ----------------------------------------------------------------------------------------------- internals
+
+    def _let_go(self) -> None:
+        """What the call was made of is not needed once it has ended, and would keep its batches alive."""
+        self._outputs, self._refs, self._dispatched, self._awaits = [], [], None, []
+        self._invocation = self._invocation.with_arguments(lambda argument: None)
 
     def _read(self, until: float) -> None:
         """Take answers as they come until all are in, one is an error, or the time or the call's own time is over."""
@@ -221,6 +231,7 @@ class DataFuture:
         )
         pool.remember(self._failure)
         pool.end(ended)
+        self._let_go()
 
     def _leave_out(self, failure: Failure) -> None:
         """The call did not run on any rank, because one whose value it takes has failed. Its ranks agree on that."""
@@ -228,6 +239,7 @@ class DataFuture:
         self._failure = Failure(self._group.role, failure.error, left_out=where, because=failure)
         self._pending.clear()
         self._group.pool.remember(self._failure)
+        self._let_go()
 
     def _take_all(self, seconds: float) -> None:
         until = time.monotonic() + seconds

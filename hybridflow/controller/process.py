@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """A rank may wait this long for its peers in a collective: longer than any rollout, shorter than a night."""
 
+MOST_OF_CAUSE, MOST_OF_TRACEBACK = 4_000, 20_000
+"""Characters of an exception that are sent to the driver."""
 
 INTERRUPT = signal.SIGUSR1
 """What the driver sends a process that is still inside a call which has failed elsewhere."""
@@ -213,8 +215,9 @@ class DeviceProcess:
             return Answer(value=value, measured=(begin, now(), self.platform.peak()))
         except ArgumentFailed:
             raise
-        # sys.exit in a worker would end the process without a word to the driver.
-        except (Exception, SystemExit, CallCancelled) as error:
+        # All that can be raised: sys.exit would end the process without a word to the driver, and Ray would not tell us
+        # of a KeyboardInterrupt or a CancelledError, so that what is queued behind this call would run.
+        except BaseException as error:
             cause, text = describe_exception(error)
             return Answer(error=WorkerError(role, self.rank, method, step, cause, text))
 
@@ -224,7 +227,7 @@ class DeviceProcess:
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:
-    """``TypeName: message`` and the traceback, as text; also for an exception whose ``__str__`` fails."""
+    """``TypeName: message`` and the traceback, as text of bounded length; also where its ``__str__`` fails."""
     try:
         cause = f"{type(error).__name__}: {error}"
     except Exception:
@@ -233,7 +236,13 @@ def describe_exception(error: BaseException) -> tuple[str, str]:
         text = "".join(traceback.format_exception(error))
     except Exception:
         text = "".join(traceback.format_tb(error.__traceback__)) + cause
-    return cause, text
+    return shortened(cause, MOST_OF_CAUSE), shortened(text, MOST_OF_TRACEBACK)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its two ends where it is longer: a message may hold a whole batch."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
 def load_class(worker: type[Worker] | str) -> type[Worker]:

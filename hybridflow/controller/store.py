@@ -15,12 +15,11 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from hybridflow.controller.call import Invocation
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.parcel import INLINE_BYTES, Parcel, inline_or
 from hybridflow.protocol.remote import Handle, Part
-from hybridflow.protocol.serialize import PackedTensor, pack
+from hybridflow.protocol.serialize import PackedTensor, cells_of, pack
 
 
 class Stored(Handle):
@@ -105,7 +104,7 @@ def this_node() -> str:
 
 
 def packed(value: Any, origin: str) -> Any:
-    """A value to be sent: its batches become references, below lists, tuples and dicts too.
+    """A value to be sent: its batches become references, below containers too.
 
     Raises:
         DataError: a column of a batch came from another process and has been written to in place.
@@ -138,15 +137,13 @@ def size_of(value: Any) -> int:
         return value.nbytes
     if isinstance(value, (str, bytes)):
         return len(value)
-    if type(value) in (list, tuple, dict):
-        return sum(size_of(part) for part in (value.values() if type(value) is dict else value))
-    return size_of((value.call.args, value.call.kwargs)) if isinstance(value, Invocation) else 0
+    return sum(size_of(part) for part in cells_of(value) or ())
 
 
 def batches_in(value: Any) -> Iterator[DataProto]:
-    """The batches in a value, below lists, tuples and dicts."""
+    """The batches in a value, below containers too."""
     if isinstance(value, DataProto):
         yield value
-    elif type(value) in (list, tuple, dict):
-        for part in value.values() if type(value) is dict else value:
+    else:
+        for part in cells_of(value) or ():
             yield from batches_in(part)

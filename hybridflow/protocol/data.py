@@ -41,7 +41,7 @@ from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
 from hybridflow.protocol.parcel import Parcel, Put, portable
 from hybridflow.protocol.remote import Column, Handle, common_names, refuse_difference
-from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers
+from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers, sliced
 from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
 
 
@@ -80,7 +80,7 @@ class DataProto:
             columns[key] = Column.checked(key, value, rows)
             rows = columns[key].rows
         check_rows(columns)
-        self._columns, self.meta_info = columns, meta.copied(dict(meta_info or {}))
+        self._columns, self.meta_info = columns, meta.copied({} if meta_info is None else meta_info)
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -173,10 +173,7 @@ class DataProto:
             return self._column(index).value()
         size = len(self)
         if isinstance(index, slice):
-            start, stop, step = index.indices(size)
-            if step == 1:
-                return self._take(range(start, max(start, stop)))
-            return self.select_idxs(range(start, stop, step))
+            return self._take(sliced(index, size))
         scalar = isinstance(index, (torch.Tensor, np.ndarray)) and index.ndim == 0
         if scalar or isinstance(index, (int, np.integer)):
             row = row_number(index, size)
@@ -373,9 +370,11 @@ class DataProto:
         data = list(data)
         if not data:
             raise DataError("concat([]): there is no part that tells the columns. Concat at least one DataProto.")
-        names = common_names([part._columns for part in data])
-        for part in data:
+        for index, part in enumerate(data):
+            if not isinstance(part, DataProto):
+                raise DataError(f"concat: part {index} is a {type(part).__name__}; give a list of DataProtos.")
             part.refuse_written("concat")
+        names = common_names([part._columns for part in data])
         shared: dict[Any, Rows] = {}
         joined = {key: Column.concat(key, [part._columns[key] for part in data], shared) for key in names}
         return cls._of(joined, meta.merge("concat", [part.meta_info for part in data], collect_metrics=True))
@@ -408,8 +407,8 @@ class DataProto:
 
     def unpad(self, pad_size: int) -> DataProto:
         """All rows but the last ``pad_size``, 0 <= pad_size <= B."""
-        if not 0 <= pad_size <= len(self):
-            raise DataError(f"unpad: pad_size={pad_size} is outside of 0..{len(self)}, the number of rows.")
+        if not isinstance(pad_size, (int, np.integer)) or not 0 <= pad_size <= len(self):
+            raise DataError(f"unpad: pad_size={pad_size!r} is outside of 0..{len(self)}, the number of rows.")
         return self[: len(self) - pad_size]
 
     # ------------------------------------------------------------------------------------------ bytes

@@ -140,8 +140,7 @@ def jagged_from_rows(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype
     Raises:
         DataError: where rows differ in dtype or trailing shape, or nothing says which dtype to use.
     """
-    empty = [isinstance(row, Sequence) and not row for row in rows]
-    tensors = {i: torch.as_tensor(row, dtype=dtype) for i, row in enumerate(rows) if not empty[i]}
+    tensors = {i: _as_row(i, row, dtype) for i, row in enumerate(rows) if not (isinstance(row, Sequence) and not row)}
     index, first = next(iter(tensors.items()), (0, torch.zeros(0, dtype=dtype)))
     if not tensors and dtype is None:
         raise DataError("jagged: no row tells its dtype (all are empty lists): pass dtype=, such as dtype=torch.int64.")
@@ -157,6 +156,16 @@ def jagged_from_rows(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype
     lengths = [len(tensors[i]) if i in tensors else 0 for i in range(len(rows))]
     values = torch.cat([first[:0], *tensors.values()])
     return Jagged(values, torch.tensor(lengths, dtype=torch.int64, device=first.device))
+
+
+def _as_row(i: int, row: torch.Tensor | Sequence, dtype: torch.dtype | None) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(row, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"jagged: row {i} cannot be made a tensor: {error}. Give numbers, or a tensor.") from error
+    if tensor.is_nested:
+        raise DataError(f"jagged: row {i} is jagged itself; rows are dense tensors [length, ...], one level deep.")
+    return tensor
 
 
 def jagged_from_padded(padded: torch.Tensor, mask_or_lengths: torch.Tensor) -> Jagged:

@@ -66,15 +66,36 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
 
 
-def copied(value: Any) -> Any:
-    """A deep copy; quick where dicts, lists and tuples hold numbers and strings, as in almost every ``meta_info``."""
+def copied(meta_info: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of a ``meta_info``.
+
+    Raises:
+        DataError: names the key of a value that cannot be copied.
+    """
+    if not isinstance(meta_info, Mapping):
+        raise DataError(f"meta_info is a {type(meta_info).__name__}: give a dict.")
+    found = {}
+    for key, value in meta_info.items():
+        try:
+            found[key] = _copied(value)
+        except Exception as error:
+            raise DataError(
+                f"meta_info[{key!r}] is {short(value)}, which cannot be copied ({type(error).__name__}: {error}). "
+                f"Every batch has its own copy of meta_info: keep there what copy.deepcopy takes, such as numbers, "
+                f"text, lists, dicts and detached tensors."
+            ) from error
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """Quick where dicts, lists and tuples hold numbers and strings, as in almost every ``meta_info``."""
     kind = type(value)
     if kind in _CONSTANTS:
         return value
     if kind is dict:
-        return {key: copied(part) for key, part in value.items()}
+        return {key: _copied(part) for key, part in value.items()}
     if kind is list or kind is tuple:
-        return kind([copied(part) for part in value])
+        return kind([_copied(part) for part in value])
     return copy.deepcopy(value)
 
 

@@ -158,10 +158,10 @@ def row_numbers(index: Any, size: int) -> np.ndarray:
     # An empty list has no dtype of its own and reads as float.
     if len(rows) and rows.dtype.kind not in "iu":
         raise DataError(f"cannot index rows with dtype {rows.dtype}; use integers or a bool mask.")
-    rows = rows.astype(np.int64, copy=False)
     outside = (rows < -size) | (rows >= size)
     if outside.any():
         raise DataError(f"row {rows[outside.argmax()]} is out of range: there are {size} rows, 0 to {size - 1}.")
+    rows = rows.astype(np.int64, copy=False)
     return np.where(rows < 0, rows + size, rows)
 
 
@@ -171,6 +171,15 @@ def row_number(index: Any, size: int) -> int:
     if isinstance(value, (bool, float)):
         raise DataError(f"cannot index one row with {value!r}: use an int, or a bool mask with one bool a row.")
     return int(row_numbers([int(value)], size)[0])
+
+
+def sliced(index: slice, size: int) -> Index:
+    """The rows of a slice; raises DataError where its bounds are no integers or its step is 0."""
+    try:
+        start, stop, step = index.indices(size)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"cannot take the rows {index}: {error}.") from error
+    return range(start, max(start, stop)) if step == 1 else np.arange(start, stop, step)
 
 
 def permutation(index: Any, size: int) -> np.ndarray:

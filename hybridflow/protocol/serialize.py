@@ -12,11 +12,13 @@ shared memory) must not be written to; ``clone()`` it first.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +74,10 @@ def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def pack(value: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The value with tensors wrapped for the pickler, below lists, tuples, dicts and object arrays.
+    """The value with tensors wrapped for the pickler, below lists, tuples, dicts, dataclasses and object arrays.
 
-    Containers without tensors are handed back as they are; a tensor that occurs twice is wrapped once. Tensors inside
-    of other objects are left to those objects.
+    Named tuples and kinds of dict (OrderedDict, defaultdict) count as such. Containers without tensors are handed back
+    as they are; a tensor that occurs twice is wrapped once. Tensors inside of other objects are left to those objects.
 
     Args:
         wrap: what to do with an object that is neither a tensor nor such a container.
@@ -85,29 +87,53 @@ def pack(value: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Any:
 
 def _pack(value: Any, wrap: Callable[[Any], Any], packed: dict[int, Any], open_ids: set[int]) -> Any:
     """``packed`` maps ids to results; ``open_ids`` are of the containers above this value."""
-    kind = type(value)
     if isinstance(value, (torch.Tensor, Jagged)):
         plain = isinstance(value, Jagged) or is_jagged(value) or _is_strided(value)
         return packed.setdefault(id(value), PackedTensor(value)) if plain else value
-    if kind not in (list, tuple, dict, np.ndarray) or (kind is np.ndarray and value.dtype != object):
+    cells = cells_of(value)
+    if cells is None:
         return wrap(value)
     if id(value) in packed or id(value) in open_ids:
         return packed.get(id(value), value)
     open_ids.add(id(value))
-    cells = list(value.values()) if kind is dict else list(value.flat) if kind is np.ndarray else value
     inner = [_pack(cell, wrap, packed, open_ids) for cell in cells]
     open_ids.remove(id(value))
-    if all(a is b for a, b in zip(inner, cells, strict=True)):
-        result = value
-    elif kind is dict:
-        result = dict(zip(value, inner, strict=True))
-    elif kind is np.ndarray:
-        result = np.empty(value.shape, dtype=object)
-        for place, cell in enumerate(inner):
+    unchanged = all(a is b for a, b in zip(inner, cells, strict=True))
+    packed[id(value)] = result = value if unchanged else _with_cells(value, inner)
+    return result
+
+
+def cells_of(value: Any) -> Sequence[Any] | None:
+    """What a container holds: a list, tuple, dict, dataclass or object array; None for any other value."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, np.ndarray):
+        return list(value.flat) if value.dtype == object else None
+    if type(value) in (list, tuple) or (hasattr(value, "_fields") and isinstance(value, tuple)):
+        return value
+    return [getattr(value, name) for name in _set_fields(value)] if is_dataclass(type(value)) else None
+
+
+def _set_fields(value: Any) -> list[str]:
+    return [field.name for field in fields(value) if hasattr(value, field.name)]
+
+
+def _with_cells(value: Any, cells: list[Any]) -> Any:
+    """A container like ``value`` that holds others."""
+    if isinstance(value, tuple):
+        return type(value)._make(cells) if hasattr(value, "_fields") else tuple(cells)  # type: ignore[attr-defined]
+    if isinstance(value, list):
+        return cells
+    result = copy.copy(value)
+    if isinstance(value, dict):
+        for key, cell in zip(value, cells, strict=True):
+            result[key] = cell
+    elif isinstance(value, np.ndarray):
+        for place, cell in enumerate(cells):
             result.flat[place] = cell
     else:
-        result = kind(inner)
-    packed[id(value)] = result
+        for name, cell in zip(_set_fields(value), cells, strict=True):
+            object.__setattr__(result, name, cell)  # frozen ones too
     return result
 
 

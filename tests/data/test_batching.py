@@ -121,6 +121,9 @@ def test_cells_that_are_no_group_ids_are_refused():
     batch = DataProto.from_dict({}, {"messages": [{"role": "user"}, {"role": "user"}]})
     with pytest.raises(DataError, match=r"keep_groups\('messages'\): the column's cells cannot be compared"):
         keep_groups("messages")(batch, 2, RunConfig())
+    tensors = DataProto.from_dict({}, {"ids": [torch.tensor(1), torch.tensor(1)]})
+    with pytest.raises(DataError, match=r"keep_groups\('ids'\): the column's cells cannot be compared"):
+        keep_groups("ids")(tensors, 2, RunConfig())
     with pytest.raises(DataError, match=r"no column 'group'"):
         keep_groups("group")(batch, 2, RunConfig())
 

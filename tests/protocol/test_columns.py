@@ -1,6 +1,7 @@
 """Row operations on single columns, for each kind and dtype. Values are worked out by hand."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -15,7 +16,33 @@ from hybridflow.protocol.rows import row_numbers
 
 DENSE = torch.tensor([[1, 2], [3, 4], [5, 6]])
 OBJECTS = col.as_objects("o", ["a", ["b"], None])
+
+
+@dataclass(frozen=True)
+class Named:
+    tensor: torch.Tensor
+
+
+class Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not like this")
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+UNUSUAL = [torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *UNUSUAL])
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 0)])
+def test_rows_of_every_dtype_are_taken_bit_for_bit(dtype, shape):
+    raw = torch.arange(dtype.itemsize * math.prod(shape), dtype=torch.uint8)
+    column = raw.bool().reshape(shape) if dtype == torch.bool else raw.view(dtype).reshape(shape)
+    taken = col.take_rows(column, np.array([2, 0, 2]))
+    assert taken.dtype == dtype
+    for found, row in zip(taken, (2, 0, 2), strict=True):
+        assert found.reshape(-1).view(torch.uint8).tolist() == column[row].reshape(-1).view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,6 +134,10 @@ def test_the_first_differing_row_is_found():
         (torch.tensor([]), torch.tensor([]), True),
         (torch.tensor([1]), 1, False),
         (None, 0, False),
+        (Named(torch.ones(2)), Named(torch.ones(2)), True),
+        (Named(torch.ones(2)), Named(torch.zeros(2)), False),
+        (Incomparable(), Incomparable(), False),
+        (np.array(["NaT"], dtype="M8[s]"), np.array(["NaT"], dtype="M8[s]"), True),
     ],
 )
 def test_values_are_compared_deeply_and_nan_equals_nan(a, b, equal):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -195,7 +196,11 @@ def test_a_wrong_index_says_what_fits():
         data[[0.5]]
     with pytest.raises(DataError, match="one dimension"):
         data[torch.zeros(1, 1, dtype=torch.int64)]
-    for bad in (None, {"a": 1}, [[0], [1, 2]], ["a"], True, 1.0):
+    with pytest.raises(DataError, match="row 18446744073709551615 is out of range"):
+        data[np.array([2**64 - 1], dtype=np.uint64)]
+    with pytest.raises(DataError, match=r"cannot take the rows slice\(None, None, 0\): slice step cannot be zero"):
+        data[::0]
+    for bad in (slice("a"), None, {"a": 1}, [[0], [1, 2]], ["a"], True, 1.0):
         with pytest.raises(DataError):
             data[bad]
 
@@ -372,6 +377,8 @@ def test_every_error_about_a_column_names_it():  # known fault 10
         (lambda: DataProto.from_dict({"a": torch.zeros(2), "long": torch.zeros(3)}), "long"),
         (lambda: DataProto.from_dict({"number": torch.tensor(1)}), "number"),
         (lambda: data[0]["lost_key"], "lost_key"),
+        (lambda: DataProto(meta_info={"lock": threading.Lock()}), "lock"),
+        (lambda: DataProto(meta_info={"graph": torch.ones(1, requires_grad=True) * 2}), "graph"),
     ]:
         with pytest.raises(DataError, match=f"'{key}'"):
             call()

@@ -70,6 +70,8 @@ def test_padding_leaves_the_caller_as_long_as_it_was():  # known fault 1
     assert len(data[:0].pad_to_divisor(4)[0]) == 0
     with pytest.raises(DataError, match="pad_size=4 is outside of 0..3"):
         data.unpad(4)
+    with pytest.raises(DataError, match="pad_size='1' is outside of 0..3"):
+        data.unpad("1")
 
 
 def test_reorder_returns_a_new_object_and_wants_a_permutation():
@@ -91,6 +93,8 @@ def test_concat_puts_rows_one_after_another():
 def test_concat_of_nothing_says_so():  # known fault 3
     with pytest.raises(DataError, match=r"concat\(\[\]\): there is no part"):
         DataProto.concat([])
+    with pytest.raises(DataError, match="concat: part 0 is a DataProtoItem; give a list of DataProtos"):
+        DataProto.concat(table())
 
 
 def test_concat_of_other_columns_names_the_missing_ones():

@@ -123,6 +123,10 @@ def test_jagged_takes_tensors_and_lists_and_says_what_is_wrong():
         DataProto.jagged([torch.tensor([1]), torch.tensor([])])
     with pytest.raises(DataError, match="row 1 is a single number"):
         DataProto.jagged([torch.tensor([1]), torch.tensor(2)])
+    with pytest.raises(DataError, match="row 1 cannot be made a tensor: Could not infer dtype of NoneType"):
+        DataProto.jagged([[1], None])
+    with pytest.raises(DataError, match="row 0 is jagged itself; rows are dense"):
+        DataProto.jagged([DataProto.jagged([[1], [2, 3]])])
     for rows in ([], [[]]):
         with pytest.raises(DataError, match="no row tells its dtype"):
             DataProto.jagged(rows)

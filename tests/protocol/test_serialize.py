@@ -3,6 +3,9 @@
 import math
 import pickle
 import warnings
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 
 from hybridflow.errors import DataError
 from hybridflow.protocol import serialize
+from hybridflow.protocol.columns import same_value
 from hybridflow.protocol.data import DataProto
 
 DTYPES = [
@@ -111,6 +115,34 @@ def test_a_view_never_drags_its_storage_along():
     _, buffers = out_of_band(data[5:7])
     assert sorted(buffer.nbytes for buffer in buffers) == sorted([2 * 4 * 4, 200 * 4, 2 * 8, 8, 8, 16, 16])
     assert len(pickle.dumps(data[5:7])) < 4000
+
+
+class Named(NamedTuple):
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: torch.Tensor
+    unset: int = field(init=False)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tensor: (tensor,),
+        Named,
+        Frozen,
+        lambda tensor: OrderedDict(tensor=tensor),
+        lambda tensor: defaultdict(list, tensor=tensor),
+        lambda tensor: [{"a": Frozen(tensor)}],
+    ],
+)
+def test_a_view_does_not_drag_its_storage_along_inside_of_a_container_either(around):
+    cell = around(torch.arange(10_000)[:2])
+    sent = pickle.dumps(DataProto.from_dict({}, {"cell": [cell]}))
+    assert len(sent) < 1000
+    assert same_value(pickle.loads(sent)["cell"][0], cell)
 
 
 def test_reading_read_only_buffers_does_not_warn_and_computes():
