@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hybridflow.config import RunConfig
-from hybridflow.errors import WorkerError
+from hybridflow.errors import DataError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch, Payload, TransferProtocol, transfer_protocol
 from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Registration
@@ -88,12 +88,22 @@ class Invocation:
 
         Args:
             value_of: gives the value of an argument; every other argument as it is.
+
+        Raises:
+            DataError: the protocol has not one share for each rank.
         """
         args, kwargs = self.call.payload(value_of)
         if self.prepare is not None and args:
             args = (self.prepare(args[0]), *args[1:])
         call = replace(self.call, args=args, kwargs=kwargs)
-        return call, self.protocol.distribute(self.layout, call)
+        dispatch = self.protocol.distribute(self.layout, call)
+        if not isinstance(dispatch, Dispatch) or len(dispatch.payloads) != self.layout.world_size:
+            given = f"{len(dispatch.payloads)} payloads" if isinstance(dispatch, Dispatch) else type(dispatch).__name__
+            raise DataError(
+                f"{call.where}: distribute of protocol {self.protocol.name!r} gave {given} for "
+                f"{self.layout.world_size} ranks ({self.layout}); return Dispatch([(args, kwargs), ...]) with one payload for each rank."
+            )
+        return call, dispatch
 
     def collect(self, call: Call, dispatch: Dispatch, outputs: Sequence[Any]) -> Any:
         return self.protocol.collect(self.layout, call, dispatch, outputs)

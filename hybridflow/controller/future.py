@@ -96,7 +96,7 @@ class DataFuture:
         """Wait for the call's end, good or bad, or for ``timeout`` seconds."""
         self._read(math.inf if timeout is None else time.monotonic() + timeout)
         if not self._pending:
-            self._group.pool.open_calls.discard(self)
+            self._group.pool.open_calls.pop(self, None)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the value.
@@ -211,6 +211,8 @@ class DataFuture:
         """
         pool, places = self._group.pool, self._group.pool.places
         self._take_all(wait)
+        if wait and self._let_earlier_calls_end():
+            self._take_all(wait)
         cancelled = sorted(self._pending.values())
         if cancelled and places:
             outside.interrupt([places[rank] for rank in cancelled])
@@ -232,6 +234,21 @@ class DataFuture:
         pool.remember(self._failure)
         pool.end(ended)
         self._let_go()
+
+    def _let_earlier_calls_end(self) -> bool:
+        """A rank without an answer may be inside of a call that was queued before, which is not to blame for this one.
+
+        Returns:
+            Whether there was such a call.
+        """
+        found = False
+        for call in list(self._group.pool.open_calls):
+            if call is self:
+                break
+            if set(call._pending.values()) & set(self._pending.values()):
+                call.wait()
+                found = True
+        return found
 
     def _leave_out(self, failure: Failure) -> None:
         """The call did not run on any rank, because one whose value it takes has failed. Its ranks agree on that."""

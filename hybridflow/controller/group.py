@@ -113,7 +113,7 @@ class WorkerGroup:
             if timeout is not None and not timeout > 0:
                 raise ConfigError(f"{self.role}.{name}(timeout={timeout!r}): give seconds above 0, or leave it out.")
             future = self._submit(name, registration, bound, timeout or self.timeout)
-            self.pool.open_calls.add(future)
+            self.pool.open_calls[future] = None
             return future.result() if blocking else future
 
         call.__name__, call.__qualname__ = name, f"{self.role}.{name}"

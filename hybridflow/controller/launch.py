@@ -93,11 +93,11 @@ def start_or_join(config: RunConfig) -> Iterator[None]:
         store = int(config.ray.object_store_gb * 2**30)
         # Without "local", Ray would join a cluster that somebody has started on this machine.
         ray.init("local", object_store_memory=store, include_dashboard=False, **settings)
-    _leave_deaths_to_errors()
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with deaths_left_to_errors():
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def join_cluster(address: str, **settings: Any) -> None:
@@ -121,14 +121,26 @@ def join_cluster(address: str, **settings: Any) -> None:
         ) from error
 
 
-def _leave_deaths_to_errors() -> None:
-    """Ray prints a paragraph for every worker that dies; the error of the call it was in says the same in a line."""
+@contextlib.contextmanager
+def deaths_left_to_errors() -> Iterator[None]:
+    """Ray prints a paragraph for every worker that dies; the error of the call it was in says the same in a line.
+
+    Ray has no setting for it, so the function that prints is replaced. A Ray without such a function prints as it does.
+    """
     from ray._private import worker
 
-    shown = worker.print_to_stdstream
+    shown = getattr(worker, "print_to_stdstream", None)
+    if shown is None:
+        yield
+        return
 
-    def print_unless_death(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not any(str(line).startswith("A worker died or was killed") for line in data["lines"]):
+    def print_unless_death(data: Any, *args: Any, **kwargs: Any) -> None:
+        lines = data.get("lines", ()) if isinstance(data, dict) else ()
+        if not any(str(line).startswith("A worker died or was killed") for line in lines):
             shown(data, *args, **kwargs)
 
     worker.print_to_stdstream = print_unless_death
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = shown

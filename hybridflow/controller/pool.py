@@ -207,7 +207,8 @@ class ResourcePool:
         self.places: list[Place] = []
         self.failures: list[Failure] = []
         self.num_failures = 0
-        self.open_calls: set[DataFuture] = set()
+        # In the order in which they were queued.
+        self.open_calls: dict[DataFuture, None] = {}
         # The newest ones: a driver without a Run has nobody who takes them away.
         self.spans: deque[Span] = deque(maxlen=100_000)
         # Two threads of a driver must not interleave the calls they queue on the ranks: collectives would cross.
@@ -271,6 +272,7 @@ class ResourcePool:
             if self._group is not None:
                 remove_placement_group(self._group)
         self.processes, self.places, self.failures, self._group = [], [], [], None
+        self.num_failures = 0  # the next processes know of none
         self.open_calls.clear()
 
     def finish(self) -> None:

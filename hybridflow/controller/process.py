@@ -114,7 +114,9 @@ class DeviceProcess:
         self.peers = MappingProxyType(self.roles)
         self._store: TCPStore | None = None
         self._inside_method = False
-        self._failed: tuple[int, str] = (-1, "")
+        # Calls that were queued when the driver knew of so many failures of the pool, or fewer, do not run; and why.
+        self._refused: tuple[int, str] = (-1, "")
+        self._known_failures = 0
         signal.signal(INTERRUPT, self._cancel)
 
     def place(self, node: str, node_id: str) -> Place:
@@ -176,9 +178,10 @@ class DeviceProcess:
             answers: of the calls whose values it takes; Ray delivers the request when they are there.
         """
         role, method, step, wanted, failures, share = Request(*fields)
-        known, behind = self._failed
-        if failures <= known:
-            cause = f"not run, because {behind}, queued before it, failed on this rank"
+        self._known_failures = failures
+        refused, why = self._refused
+        if failures <= refused:
+            cause = f"not run, because {why}"
             return Answer(error=WorkerError(role, self.rank, method, step, cause))
 
         def run() -> Any:
@@ -195,7 +198,7 @@ class DeviceProcess:
         except ArgumentFailed as failed:
             return Answer(error=failed.error)
         if answer.error is not None:
-            self._failed = failures, f"{role}.{method}"
+            self._refused = failures, f"{role}.{method}, queued before it, failed on this rank"
         return answer
 
     def close(self) -> None:
@@ -224,12 +227,17 @@ class DeviceProcess:
     def _cancel(self, *_: object) -> None:
         if self._inside_method:
             raise CallCancelled("the call has failed on another rank, or its time is over")
+        # The call that this is meant for has not begun here yet.
+        self._refused = (
+            self._known_failures,
+            "it had failed on another rank, or its time was over, before it began here",
+        )
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:
     """``TypeName: message`` and the traceback, as text of bounded length; also where its ``__str__`` fails."""
     try:
-        cause = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:
         cause = f"{type(error).__name__} (its message cannot be printed)"
     try:

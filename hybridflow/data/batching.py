@@ -21,37 +21,66 @@ from hybridflow.protocol.transfer import chunk_rows
 
 
 def partition(work: Sequence[float], num_parts: int, equal_counts: bool = False) -> list[list[int]]:
-    """Share items among parts so that the parts' sums of work are close: the largest differencing method.
+    """Share items among parts so that the parts' sums of work are close.
 
-    Every item starts as a partition of its own; the two partitions whose parts differ most are merged, the fullest part
-    of one with the emptiest of the other, until one is left (Karmarkar and Karp 1982; Michiels et al. 2003 for more
-    than two parts).
+    With any numbers of items, by largest differencing: every item starts as a partition of its own; the two partitions
+    whose parts differ most are merged, the fullest part of one with the emptiest of the other, until one is left
+    (Karmarkar and Karp 1982; Michiels et al. 2003 for more than two parts). With equal numbers, largest first, each
+    to the emptiest part that has room (Graham 1969; differencing has to start from whole layers of ``num_parts`` items
+    there, and is up to half as much above the mean where a few items are long).
 
     Args:
         work: of each item, at least 0.
         num_parts: parts to make, the fullest first.
-        equal_counts: numbers of items differ by at most one. It starts with partitions of ``num_parts`` items.
+        equal_counts: numbers of items differ by at most one.
 
     Returns:
         Items of each part, ascending; parts are empty where there are fewer items than parts.
     """
     order = sorted(range(len(work)), key=lambda i: (-work[i], i))
-    size = num_parts if equal_counts else 1
-    blocks = [order[start : start + size] for start in range(0, len(order), size)]
+    parts = _largest_first(work, order, num_parts) if equal_counts else _differenced(work, order, num_parts)
+    return [sorted(items) for _, items in sorted(parts, key=lambda part: -part[0])]
+
+
+_Part = tuple[float, list[int]]
+"""Sum of work, and items."""
+
+
+def _largest_first(work: Sequence[float], order: Sequence[int], num_parts: int) -> list[_Part]:
+    """Every part gets ``base`` items, and ``extra`` of them get one more."""
+    base, extra = divmod(len(order), num_parts)
+    with_room: list[tuple[float, int, list[int]]] = [(0.0, part, []) for part in range(num_parts)]
+    full: list[_Part] = []
+    for i in order:
+        total, part, items = heapq.heappop(with_room)
+        while len(items) == base and not extra:
+            full.append((total, items))
+            total, part, items = heapq.heappop(with_room)
+        extra -= len(items) == base
+        items.append(i)
+        if len(items) > base:
+            full.append((total + work[i], items))
+        else:
+            heapq.heappush(with_room, (total + work[i], part, items))
+    return full + [(total, items) for total, _, items in with_room]
+
+
+def _differenced(work: Sequence[float], order: Sequence[int], num_parts: int) -> list[_Part]:
     # (minus the difference between fullest and emptiest part, a number that breaks ties, [(sum, items)] fullest first)
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    heap: list[tuple[float, int, list[_Part]]] = []
     ties = itertools.count()
 
-    def push(parts: list[tuple[float, list[int]]]) -> None:
+    def push(parts: list[_Part]) -> None:
         parts = sorted(parts, key=lambda part: -part[0])
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], next(ties), parts))
 
-    for block in blocks or [[]]:
-        push([(work[i], [i]) for i in block] + [(0.0, [])] * (num_parts - len(block)))
+    push([(0.0, [])] * num_parts)
+    for i in order:
+        push([(work[i], [i])] + [(0.0, [])] * (num_parts - 1))
     while len(heap) > 1:
         (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
         push([(a + b, [*x, *y]) for (a, x), (b, y) in zip(one, reversed(other), strict=True)])
-    return [sorted(items) for _, items in heap[0][2]]
+    return heap[0][2]
 
 
 def keep_groups(column: str) -> Callable[[DataProto, int, RunConfig], list[list[int]]]:
@@ -185,9 +214,9 @@ def micro_batches(lengths: Sequence[int], rows: int, tokens: int = 0) -> list[li
             "Raise it to at least rollout.max_prompt_tokens + rollout.max_tokens."
         )
     found: list[list[int]] = []
-    used = tokens
+    used = 0
     for i in order:
-        if used + lengths[i] > tokens:
+        if not found or used + lengths[i] > tokens:
             found.append([])
             used = 0
         found[-1].append(i)

@@ -187,7 +187,7 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if is_dataclass(type(a)) and type(a) is type(b):
-        return all(same_value(getattr(a, f.name, None), getattr(b, f.name, None)) for f in fields(a))
+        return all(same_value(getattr(a, f.name, None), getattr(b, f.name, None)) for f in fields(a))  # type: ignore[arg-type]
     if isinstance(a, (float, np.floating)) and isinstance(b, (float, np.floating)) and a != a and b != b:
         return True
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -142,15 +144,21 @@ class Echo(Worker):
     def count_to(self, number: int, path: str) -> int:
         """Write how far it has come, forever if need be: a long computation in Python."""
         for i in range(number):
-            with open(f"{path}.{self.context.rank}", "w") as f:
-                f.write(str(i))
+            count = Path(f"{path}.{self.context.rank}")
+            new = count.with_suffix(".new")
+            new.write_text(str(i))
+            new.replace(count)  # whole at any moment, also where it is cancelled
             time.sleep(0.01)
         return number
 
     @register(Protocol.ONE_TO_ALL)
     def fail_or_count(self, failing: int, path: str) -> int:
-        if self.context.rank == failing:
-            raise RuntimeError("bad batch")
+        """One rank fails once the others count."""
+        others = set(range(self.context.world_size)) - {failing}
+        while self.context.rank == failing:
+            if all(Path(f"{path}.{rank}").exists() for rank in others):
+                raise RuntimeError("bad batch")
+            time.sleep(0.01)
         return self.count_to(10**9, path)
 
     @register(Protocol.ONE_TO_ALL)
@@ -161,6 +169,12 @@ class Echo(Worker):
             raise Unpicklable("carries a lock")
         if kind == "exit":
             sys.exit(3)
+        if kind == "keyboard":
+            raise KeyboardInterrupt
+        if kind == "cancelled":
+            raise asyncio.CancelledError
+        if kind == "long":
+            raise ValueError("x" * 50_000_000)
         raise ValueError(f"asked to fail with {kind}")
 
     @register(Protocol.ONE_TO_ALL)

@@ -14,11 +14,12 @@ import torch
 from hybridflow.controller.future import together
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.data.batching import keep_groups
-from hybridflow.errors import WorkerDiedError, WorkerError
+from hybridflow.errors import DataError, WorkerDiedError, WorkerError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import register
 from tests.controller.conftest import group_on
+from tests.controller.custom import CustomWorker
 from tests.controller.rows import RowWorker
 
 pytestmark = pytest.mark.ray
@@ -94,6 +95,19 @@ def test_prepare_and_spread_run_where_the_argument_arrives(two: ResourcePool, on
     assert later["rank"].tolist() == now["rank"].tolist() and set(later["rank"].tolist()) == {0, 1}
     again = source.work(spreading.spread_out(source.work(numbers(5), 0.2, blocking=False), blocking=False), 0.0)
     assert again["x"].tolist() == [3, 4, 5, 6, 7], "rows that were spread out of order come back in order there too"
+
+
+def test_protocols_of_ones_own_serve_calls_and_futures_alike(two: ResourcePool, one: ResourcePool):
+    source, custom = group_on(one, "custom_source", RowWorker), group_on(two, "custom", CustomWorker)
+    judged = custom.judge(numbers(3))
+    assert judged["judged"].tolist() == [0, 10, 20] and judged["rank"].tolist() == [1, 1, 1]
+    for batch in (numbers(5, start=1), source.work(numbers(5), 0.2, blocking=False)):
+        numbered = custom.number(batch, add=100, blocking=False)
+        assert custom.judge(numbered)["judged"].tolist() == [1010, 1020, 1030, 1040, 1050]
+        assert numbered.result()["x"].tolist() == [101, 102, 103, 104, 105]
+        assert numbered.result()["rank"].tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(DataError, match=r"custom.lost: distribute of protocol 'TOO_FEW' gave 1 payloads for 2 ranks"):
+        custom.lost(numbers(2))
 
 
 def test_large_columns_and_plain_values_arrive_from_a_future(two: ResourcePool, one: ResourcePool):

@@ -1,4 +1,4 @@
-"""Which cluster a run is on: one that it joins, or one of its own."""
+"""Which cluster a run is on, one that it joins or one of its own, and which of Ray's words on it are shown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._private import worker
 
-from hybridflow.controller.launch import join_cluster
+from hybridflow.controller.launch import deaths_left_to_errors, join_cluster
 from hybridflow.errors import PlacementError
 
 OWN = """
@@ -24,6 +25,25 @@ from hybridflow.controller.launch import start_or_join
 with start_or_join(compose.load("grpo", GRPOConfig)):
     print(ray.get_runtime_context().gcs_address)
 """
+
+PARAGRAPH = {"lines": ["A worker died or was killed while executing a task by an unexpected system error. ..."]}
+WARNING = {"lines": ["The actor waits for resources."]}
+
+
+def test_rays_paragraphs_on_deaths_are_left_out_and_its_warnings_shown(capsys: pytest.CaptureFixture[str]):
+    before = worker.print_to_stdstream
+    with deaths_left_to_errors():
+        for lines in (PARAGRAPH, WARNING):
+            worker.print_to_stdstream({**lines, "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    assert worker.print_to_stdstream is before
+    assert capsys.readouterr().out.endswith("The actor waits for resources.\n")
+
+
+def test_a_ray_that_prints_by_other_means_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(worker, "print_to_stdstream")
+    with deaths_left_to_errors():
+        assert not hasattr(worker, "print_to_stdstream")
+    assert not hasattr(worker, "print_to_stdstream")
 
 
 def test_a_cluster_that_does_not_answer_is_named_in_seconds() -> None:
