@@ -101,7 +101,8 @@ class Invocation:
             given = f"{len(dispatch.payloads)} payloads" if isinstance(dispatch, Dispatch) else type(dispatch).__name__
             raise DataError(
                 f"{call.where}: distribute of protocol {self.protocol.name!r} gave {given} for "
-                f"{self.layout.world_size} ranks ({self.layout}); return Dispatch([(args, kwargs), ...]) with one payload for each rank."
+                f"{self.layout.world_size} ranks ({self.layout}); "
+                f"return Dispatch([(args, kwargs), ...]) with one payload for each rank."
             )
         return call, dispatch
 

@@ -141,14 +141,16 @@ class DataFuture:
             else:
                 self._awaits.pop(0)
                 self._deadline = math.inf if self._timeout is None else time.monotonic() + self._timeout
-        while self._pending and self._failure is None:
-            if not self._take(min(until, self._deadline)):
+        while self._failure is None and (self._pending or self._errors):
+            if self._errors:
+                if not self._earlier_calls_ended(until):
+                    return
+                error = next(iter(self._errors.values()))
+                self._fail(error, _LOST_PEER_WAIT if _lost_peer(error) else _ALIKE_WAIT)
+            elif not self._take(min(until, self._deadline)):
                 if self._deadline <= until:
                     self._fail(self._timed_out(self._timeout or 0.0, with_stacks=True), wait=0.0)
                 return
-            if self._errors:
-                error = next(iter(self._errors.values()))
-                self._fail(error, _LOST_PEER_WAIT if _lost_peer(error) else _ALIKE_WAIT)
 
     def _take(self, until: float) -> bool:
         """Read the answers of the next ranks that have one: values and errors are kept. False if none came in time."""
@@ -211,8 +213,6 @@ class DataFuture:
         """
         pool, places = self._group.pool, self._group.pool.places
         self._take_all(wait)
-        if wait and self._let_earlier_calls_end():
-            self._take_all(wait)
         cancelled = sorted(self._pending.values())
         if cancelled and places:
             outside.interrupt([places[rank] for rank in cancelled])
@@ -235,20 +235,20 @@ class DataFuture:
         pool.end(ended)
         self._let_go()
 
-    def _let_earlier_calls_end(self) -> bool:
-        """A rank without an answer may be inside of a call that was queued before, which is not to blame for this one.
+    def _earlier_calls_ended(self, until: float) -> bool:
+        """A rank without an answer may be inside of a call that was queued before, which is not to be interrupted.
 
         Returns:
-            Whether there was such a call.
+            Whether there is no such call, or it has ended in time.
         """
-        found = False
         for call in list(self._group.pool.open_calls):
             if call is self:
                 break
             if set(call._pending.values()) & set(self._pending.values()):
-                call.wait()
-                found = True
-        return found
+                call.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+                if call._pending:
+                    return False
+        return True
 
     def _leave_out(self, failure: Failure) -> None:
         """The call did not run on any rank, because one whose value it takes has failed. Its ranks agree on that."""

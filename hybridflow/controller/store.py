@@ -72,13 +72,13 @@ class Stored(Handle):
 
 
 class Together:
-    """Objects of this node's store that came with one call. They are read in place, so to get one costs a request and
+    """Tensors of this node's store that came with one call. They are read in place, so to get one costs a request and
     no bytes: who reads a second column of a batch gets the others with it, in the same request, while the call lasts.
     """
 
     def __init__(self, batches: Iterable[DataProto]) -> None:
         here = this_node()
-        self._handles = [handle for batch in batches for handle in batch.handles if isinstance(handle, Stored)]
+        self._handles = [handle for batch in batches for handle in batch.tensor_handles if isinstance(handle, Stored)]
         self._handles = [handle for handle in self._handles if handle.node == here]
         self._asked = 0
 

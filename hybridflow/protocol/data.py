@@ -460,13 +460,14 @@ class DataProto:
             DataError: names a column that came from another process and has been written to in place.
         """
         refuse_written(where, self._columns)
-        columns = {key: portable(key, column, put) for key, column in self._columns.items()}
+        shared: dict[int, Rows] = {}
+        columns = {key: portable(key, column, put, shared) for key, column in self._columns.items()}
         return Parcel(columns, serialize.pack(self.meta_info))
 
     @property
-    def handles(self) -> list[Handle]:
-        """Where all the rows are."""
-        return [handle for column in self._columns.values() for handle in column.handles]
+    def tensor_handles(self) -> list[Handle]:
+        """Where the rows of the tensor columns are."""
+        return [handle for key in self.batch for handle in self._columns[key].handles]
 
     def refuse_written(self, where: str) -> None:
         """Raises DataError for a column that came from another process and has been written to in place."""

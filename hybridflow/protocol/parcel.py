@@ -28,11 +28,15 @@ Put = Callable[[str, Part], Handle]
 """A handle that any process can use, for a part of the column of a name."""
 
 
-def portable(key: str, column: Column, put: Put) -> Column:
+def portable(key: str, column: Column, put: Put, shared: dict[int, Rows]) -> Column:
     """The column with handles that any process can use: what is in this process's memory is given to ``put``.
 
     Only rows that the column has are sent, each once, so a repeated prompt is sent once. Tensors are detached and moved
     to the CPU.
+
+    Args:
+        shared: by the identity of row numbers, those of the columns made so far; added to, so that columns that share
+            row numbers still do where they arrive, and moving rows there is worked out once.
     """
     local = [number for number, piece in enumerate(column.pieces) if piece.is_local]
     if not local:
@@ -41,7 +45,8 @@ def portable(key: str, column: Column, put: Put) -> Column:
     blocks = [col.take_rows(column.pieces[n].local_block(), index) for n, index in zip(local, kept, strict=True)]
     pieces = list(column.pieces)
     if len(local) == len(pieces):
-        pieces, rows = [_portable(key, col.concat_blocks(blocks), put)], Rows((sum(rows.sizes),), rows.index)
+        pieces = [_portable(key, col.concat_blocks(blocks), put)]
+        rows = shared.setdefault(id(column.rows), Rows((sum(rows.sizes),), rows.index))
     else:
         for number, block in zip(local, blocks, strict=True):
             pieces[number] = _portable(key, block, put)

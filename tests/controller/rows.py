@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 
@@ -15,7 +16,37 @@ WIDE = 32 * 1024
 """Elements of a row of ``wide``: 128 KiB, so that every shard of it goes to the object store."""
 
 
+UNPICKLED: list[str] = []
+"""Cells that this process has unpickled."""
+
+
+class Cell:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled, (self.text,)
+
+
+def unpickled(text: str) -> Cell:
+    UNPICKLED.append(text[:1])
+    return Cell(text)
+
+
 class RowWorker(Worker):
+    @register(Protocol.DP)
+    def make_cells(self, batch: DataProto) -> DataProto:
+        """Two wide columns, and ``cell`` of 100 kB a row: all of them go to the object store."""
+        wide = batch["x"][:, None].expand(-1, WIDE).float()
+        return DataProto({"wide": wide, "wider": wide + 1}, {"cell": [Cell(str(int(n)) * 100_000) for n in batch["x"]]})
+
+    @register(Protocol.DP)
+    def read_columns(self, batch: DataProto, keys: list[str]) -> DataProto:
+        """The first element of every row of some columns, and how many cells this process has unpickled for that."""
+        before = len(UNPICKLED)
+        first = {key: batch[key][:, 0].clone() for key in keys}
+        return DataProto({**first, "unpickled": torch.full((len(batch),), len(UNPICKLED) - before)})
+
     @register(Protocol.DP)
     def make(self, batch: DataProto) -> DataProto:
         """From ``x``: ``wide`` [B, WIDE] float32 filled with x, jagged ``tokens`` of length x, ``double``, ``name``."""

@@ -312,6 +312,10 @@ def test_a_call_that_still_runs_is_not_cancelled_for_the_failure_of_the_next(poo
     group, other = group_on(pool, "before"), group_on(pool, "after")
     first = group.nap(3.0, ranks=[1], blocking=False)
     second = other.fail("value", ranks=[0], blocking=False)  # at once, while rank 1 is still in the first call
+    before = time.monotonic()
+    while time.monotonic() - before < 1.0:
+        assert not second.done(), "it has failed, but has not ended"
+        time.sleep(0.1)
     with pytest.raises(WorkerError, match="after.fail failed on rank 0: ValueError"):
         second.result()
     assert first.result() == [3.0, 3.0]

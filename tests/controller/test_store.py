@@ -91,6 +91,15 @@ def test_a_batch_that_is_passed_on_unread_moves_nothing(maker: WorkerGroup):
     assert in_store() == objects and back["wide"][:, 0].tolist() == [0, 1, 2, 3]
 
 
+def test_cells_that_nobody_reads_are_not_unpickled_with_the_columns_that_are(maker: WorkerGroup):
+    made = maker.make_cells(numbers(4))
+    assert {type(handle) for key in ("wide", "wider", "cell") for handle in handles(made, key)} == {Stored}
+    read = maker.read_columns(made, ["wide", "wider"])
+    assert read["wide"].tolist() == [0, 1, 2, 3] and read["wider"].tolist() == [1, 2, 3, 4]
+    assert read["unpickled"].tolist() == [0, 0, 0, 0]
+    assert [cell.text[:2] for cell in made["cell"]] == ["00", "11", "22", "33"]
+
+
 def test_roles_of_one_process_read_the_same_memory(maker: WorkerGroup, cpu_pool: ResourcePool):
     reader = group_on(cpu_pool, "reader", RowWorker)
     made = maker.make(numbers(4))

@@ -201,3 +201,10 @@ def test_meta_info_travels_as_a_copy_and_a_batch_without_rows_keeps_its_columns(
     assert len(data) == 0 and data["dense"].shape == (0, 2) and data["dense"].dtype == torch.float16
     assert data.lengths("jagged").tolist() == [] and data["cell"].tolist() == [] and data.meta_info == {"step": 1}
     assert LOADED == []
+
+
+def test_columns_that_share_row_numbers_still_do_where_they_arrive():
+    # Otherwise cutting a batch of many columns would work out the same numbers once for each.
+    data = DataProto({f"x{i}": torch.arange(6) for i in range(4)})
+    for batch in (sent(data), sent(data.reorder([5, 4, 3, 2, 1, 0])[:3]), in_pieces(data, [2, 4])):
+        assert len({id(column.rows) for column in batch._columns.values()}) == 1
