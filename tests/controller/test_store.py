@@ -145,6 +145,21 @@ def test_objects_go_when_the_driver_drops_its_batches(maker: WorkerGroup, cpu_po
     assert settled(before) <= before
 
 
+def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: ResourcePool):
+    gc.collect()
+    before = settled(0)
+    group = group_on(cpu_pool, "breaking", RowWorker)
+    made = maker.make(numbers(4)).select(["wide"], [])
+    future = group.make(made.union(DataProto({"x": torch.tensor([1, 1, 1, -1])})), blocking=False)
+    with pytest.raises(WorkerError, match="breaking.make failed on rank 1"):  # there is no row of length -1
+        future.result()
+    del made
+    gc.collect()
+    assert settled(before) <= before, "the pool remembers the failure, and the driver has the future, but no rows"
+    with pytest.raises(WorkerError, match="it succeeded on some ranks and not on others"):
+        group.make(numbers(4))
+
+
 def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(maker: WorkerGroup):
     large = [torch.ones(1_000_000)]
     ready = packed(large, "test")
