@@ -112,7 +112,7 @@ class DataFuture:
         self.wait(timeout)
         if self._failure is not None:
             self._failure.tell()
-            raise copy.copy(self._failure.error)  # the pool keeps it, and is not to keep what its traceback holds
+            raise copy.copy(self._failure.error)  # the pool keeps the other, without what a traceback holds
         if self._pending:
             raise self._timed_out(timeout or 0.0)
         if not self._collected:
@@ -298,7 +298,7 @@ def together(*futures: DataFuture) -> list[Any]:
         failure.tell()
     # A rank that has lost a peer is told of that as soon as the peer is dead.
     for error in sorted((f.error for f in failures), key=lambda e: (not isinstance(e, WorkerDiedError), _lost_peer(e))):
-        raise error
+        raise copy.copy(error)
     return [future.result() for future in futures]
 
 
