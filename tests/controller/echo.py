@@ -174,7 +174,7 @@ class Echo(Worker):
         if kind == "cancelled":
             raise asyncio.CancelledError
         if kind == "long":
-            raise ValueError("x" * 50_000_000)
+            raise ValueError("x" * 1_000_000)
         raise ValueError(f"asked to fail with {kind}")
 
     @register(Protocol.ONE_TO_ALL)
