@@ -244,6 +244,25 @@ def names_are_known(facts: Facts) -> Iterator[Problem]:
 
 
 @rule()
+def shared_weights_stay_in_memory(facts: Facts) -> Iterator[Problem]:
+    memory, path = facts.config.memory, "memory.share_weights"
+    if not memory.share_weights:
+        return
+    if not memory.keep_rollout or "parameters" in memory.offload:
+        yield Problem(
+            path,
+            f"{path}=true: weights that leave the memory cannot be shared. Set memory.keep_rollout=true "
+            f"(is {str(memory.keep_rollout).lower()}) and leave 'parameters' out of memory.offload={memory.offload}.",
+        )
+    if not facts.config.rollout.enforce_eager:
+        yield Problem(
+            path,
+            f"{path}=true with rollout.enforce_eager=false: compiled models read weights at the addresses they were "
+            f"compiled with. Set one of the two the other way.",
+        )
+
+
+@rule()
 def run_name_is_a_folder_name(facts: Facts) -> Iterator[Problem]:
     name = facts.config.name
     odd = name != name.strip() or not name.isprintable() or len(name.encode()) > 255

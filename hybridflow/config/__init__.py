@@ -245,11 +245,15 @@ class MemoryConfig(Settings):
             taken back from the rollout's weights where these hold all of them; everything else waits in the host's
             memory, or in a file where the device is a CPU.
         keep_rollout: the rollout's weights and KV cache stay in memory while the actor trains.
+        share_weights: parameters that are the same for actor and rollout, element for element, are in memory once.
+            Updates then reach the rollout at once, so after an update it generates only once its weights were synced.
+            Needs ``keep_rollout``, parameters that stay in memory, and ``rollout.enforce_eager``.
         folder: where files of offloaded memory go; empty is the system's folder for temporary files.
     """
 
     offload: list[str] = field(default_factory=lambda: ["gradients", "parameters"])
     keep_rollout: bool = False
+    share_weights: bool = False
     folder: str = ""
 
 

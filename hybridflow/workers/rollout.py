@@ -100,15 +100,21 @@ class RolloutWorker(Worker):
         """Make place for the weights and take them from the actor; collective, as all ranks of a pool change phase at
         the same calls."""
         self.engine.memory.restore_weights()
-        if self._held == self._wanted or self._wanted is None:
+        if self._wanted is None:
             return
         assert self._sync is not None and self._sync.actor is not None
         version, changes = self._wanted
-        if self._sync.actor.changes != changes:
+        changed = self._sync.actor.changes != changes
+        if self._held == self._wanted and not (changed and self._sync.shares):
+            return
+        if changed:
+            where, setting = "copy of them was dropped to make room", "keep_rollout=true"
+            if self._sync.shares:
+                where, setting = "weights lie in the actor's memory", "share_weights=false"
             raise HybridFlowError(
-                f"the actor was updated after its weights were synced as version {version}, and the rollout's copy of "
-                f"them was dropped to make room: call run.sync_weights() before generating, or set "
-                f"memory.keep_rollout=true to go on generating with version {version}."
+                f"the actor was updated after its weights were synced as version {version}, and the rollout's {where}: "
+                f"call run.sync_weights() before generating, or set memory.{setting} to go on generating with version "
+                f"{version}."
             )
         self._report = self._sync.run(version)
         self._held = self._wanted

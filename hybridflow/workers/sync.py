@@ -44,6 +44,9 @@ class WeightSync:
         group: of those processes; None where it is alone.
         config: the run's.
         actor, rollout: engines of this process, at least one of them.
+
+    Attributes:
+        shares: whether parameters of the rollout use the actor's memory; see :class:`hybridflow.config.MemoryConfig`.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class WeightSync:
         rollout: RolloutEngine | None,
     ) -> None:
         self.actor, self.rollout, self.group = actor, rollout, group
+        self.shares, self._share = False, config.memory.share_weights
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.plan = transition.plan(rank, int(config.rollout.sync_bucket_mb * 2**20) // self.dtype.itemsize)
         self.guard = Guard(rank, transition.sources, transition.targets, config.rollout.check_sync)
@@ -106,8 +110,8 @@ class WeightSync:
 
         Returns:
             Metrics of this process: in bytes ``sync/bytes``, what was written into the rollout's parameters, of which
-            ``sync/bytes_received`` came from other ranks, and ``sync/bytes_staged``, the buffers in between;
-            ``sync/slices_checked``; ``sync/seconds``.
+            ``sync/bytes_received`` came from other ranks, ``sync/bytes_staged``, the buffers in between, and
+            ``sync/bytes_shared`` of parameters that use the actor's memory; ``sync/slices_checked``; ``sync/seconds``.
 
         Raises:
             ModelError: the rollout does not hold the trainer's weights.
@@ -115,7 +119,8 @@ class WeightSync:
         started = time.perf_counter()
         sources = {} if self.actor is None else self.actor.parameters()
         targets = {} if self.rollout is None else self.rollout.parameters()
-        traffic = reshard(self.plan, sources, targets, dtype=self.dtype, group=self.group)
+        traffic = reshard(self.plan, sources, targets, dtype=self.dtype, group=self.group, share=self._share)
+        self.shares = traffic.shared > 0
         checked = self.guard.check(version, sources, targets, self.dtype, self.group)
         if self.rollout is not None:
             self.rollout.weights_changed(version)
@@ -123,6 +128,7 @@ class WeightSync:
             "sync/bytes": Sum(traffic.copied + traffic.received),
             "sync/bytes_received": Sum(traffic.received),
             "sync/bytes_staged": Max(traffic.staged),
+            "sync/bytes_shared": Sum(traffic.shared),
             "sync/slices_checked": Sum(checked),
             "sync/seconds": Max(time.perf_counter() - started),
         }

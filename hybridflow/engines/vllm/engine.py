@@ -214,8 +214,9 @@ class RolloutEngine:
         self._model.compute_logits = masked
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The live parameters by vLLM's names. Write into them in place, then call :meth:`weights_changed`."""
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        """The model's own parameters by vLLM's names. Write into them or replace their ``data``, then call
+        :meth:`weights_changed`."""
+        return dict(self._model.named_parameters())
 
     @property
     def weight_version(self) -> int | None:
