@@ -116,13 +116,14 @@ def sft(start: Callable[..., Driver], overrides: list[str], straight_driver: Dri
 @pytest.fixture(scope="session")
 def grpo(start: Callable[..., Driver], overrides: list[str], sft: Finished) -> Finished:
     """Goes on from the model of the supervised run, with KL to the reference and off-policy correction; generates with
-    tensor parallelism."""
+    tensor parallelism; training and generation take turns in memory."""
     given = [f"model.path={sft.run_dir / 'model'}", "placement=colocate_reference", "actor.loss.kl_coef=0.1"]
     given += ["algorithm.correction={level: token, reject: sequence}"]
     reward = [f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
     more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
     layout = ["roles.rollout.layout.tp=2"]
-    return to_its_end(start(GRPO, overrides, *given, *reward, *more, *layout))
+    memory = ["memory.offload=[gradients,optimizer,parameters,reference]", "memory.keep_rollout=false"]
+    return to_its_end(start(GRPO, overrides, *given, *reward, *more, *layout, *memory))
 
 
 @pytest.fixture(scope="session")
