@@ -186,6 +186,8 @@ def grpo_stepwise(
     if step_scores.dim() != 2 or len(step_scores) != len(mask):
         raise DataError(f"step_scores {list(step_scores.shape)}: give [B, S] for the {len(mask)} rows of the mask.")
     num_steps = step_scores.shape[1]
+    if num_steps == 0:
+        return _spread(torch.zeros(len(mask)), mask)
     highest = int(torch.where(mask, step_ids, -1).max())
     if highest >= num_steps:
         raise DataError(f"step_ids reach {highest}, but step_scores {list(step_scores.shape)} has {num_steps} steps.")

@@ -28,6 +28,7 @@ KL_COEF = "kl_coef"
 """Key in ``meta_info`` of a step's prompts."""
 COLUMNS = {"scores": "rewards", "groups": "group_ids", "baseline_scores": "baseline_rewards"}
 """Arguments of estimators that are columns under another name."""
+STEP_SCORES = "step_scores"
 SETTINGS = (
     *("normalize_std", "eps", "single", "gamma", "lam", "whiten", "k"),
     *("lambda_rl", "lambda_opd", "opd_clip"),
@@ -122,6 +123,8 @@ class _Columns:
     def any(self, name: str) -> Any:
         """A column of either kind."""
         column = self.batch[name]
+        if name == STEP_SCORES and column.is_nested:
+            return self.batch.padded(name, value=torch.nan)  # one a step, not one a token
         return self.tokens(name) if isinstance(column, torch.Tensor) and column.is_nested else column
 
 

@@ -96,12 +96,15 @@ def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
         return
     estimator = config.algorithm.estimator
     makes = config.makes
+    if makes is not None and config.reward.step_end:
+        makes = (*makes, OTHER_COLUMNS["grpo_stepwise"])
     if makes is not None and estimator in OTHER_COLUMNS and OTHER_COLUMNS[estimator] not in makes:
         fitting = ", ".join(n for n in ESTIMATOR_SETTINGS if n not in OTHER_COLUMNS or OTHER_COLUMNS[n] in makes)
         yield Problem(
             "algorithm.estimator",
             f"algorithm.estimator={estimator!r} reads the column {OTHER_COLUMNS[estimator]!r}, which this driver does "
-            f"not make. Choose one of {fitting}.",
+            f"not make. Choose one of {fitting}."
+            + (" For rewards of single steps set reward.step_end." if estimator == "grpo_stepwise" else ""),
         )
     if n < 2 and estimator in GROUPED and config.algorithm.single == "zero":
         yield Problem(

@@ -69,6 +69,8 @@ class RewardConfig(Settings):
         solved_at: an answer is solved if the function's own value is at least this, where the function does not say.
         processes: processes that score per device of the reward's pool.
         in_flight: answers that an async function has in flight in each process.
+        step_end: text that ends a step of an answer, such as a line end. Where it is given, the function says
+            ``steps``, a score for each step in order, and ``algorithm.estimator=grpo_stepwise`` can be used.
         max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
     """
 
@@ -79,4 +81,5 @@ class RewardConfig(Settings):
     solved_at: float = 1.0
     processes: int = 1
     in_flight: int = 64
+    step_end: str = ""
     max_failed: float = 0.5

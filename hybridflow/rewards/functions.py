@@ -37,6 +37,7 @@ class Outcome:
         solved: what the function itself says; None leaves it to ``reward.solved_at``.
         extras: further numbers that the function reports.
         answer: the final answer as the function has read it, as text, so that equal answers are equal; or None.
+        steps: scores of the steps of the answer, in order; None where the function gives none.
         error: why there is no reward; None where there is one.
     """
 
@@ -45,6 +46,7 @@ class Outcome:
     extras: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     answer: str | None = None
+    steps: tuple[float, ...] | None = None
 
 
 def failure(reason: str) -> Outcome:
@@ -173,16 +175,21 @@ def _outcome(values: Any) -> Outcome:
         return Outcome(_number(value))
     if "score" not in value:
         raise _NoReward(f"a dict without 'score' (it has {', '.join(map(str, value)) or 'no key'})")
-    numbers = {str(key): _number(x, f" for {key!r}") for key, x in value.items() if key not in ("solved", "answer")}
+    words = ("solved", "answer", "steps")
+    numbers = {str(key): _number(x, f" for {key!r}") for key, x in value.items() if key not in words}
     solved = value.get("solved")
     if solved is not None and not isinstance(solved, bool | int) and type(solved).__module__ != "numpy":
         raise _NoReward(f"{_kind(solved)} for 'solved'; True or False is wanted")
     answer = value.get("answer")
     if answer is not None and not isinstance(answer, str | int | float):
         raise _NoReward(f"{_kind(answer)} for 'answer'; a text is wanted")
+    steps = value.get("steps")
+    if isinstance(steps, str | bytes) or not isinstance(steps, Sequence | None):
+        raise _NoReward(f"{_kind(steps)} for 'steps'; a list of numbers is wanted")
+    scores = None if steps is None else tuple(_number(step, " for a step") for step in steps)
     score = numbers.pop("score")
     read = None if answer is None else str(answer)
-    return Outcome(score, None if solved is None else bool(solved), numbers, answer=read)
+    return Outcome(score, None if solved is None else bool(solved), numbers, answer=read, steps=scores)
 
 
 def _number(value: Any, place: str = "") -> float:

@@ -31,6 +31,7 @@ class Scores:
         solved: whether the answer counts as right.
         errors: why there is no reward, or None.
         answers: the final answers as the function has read them; None where it says none.
+        steps: scores of the steps of each answer; None where the function gives none.
         components: ``score`` (the function's own) and each component's score, before weights; None for an answer
             without a reward. An empty list where no components are configured.
         metrics: ``seconds``, and the mean of each further number that the functions report, over the answers it was
@@ -41,6 +42,7 @@ class Scores:
     solved: list[bool]
     errors: list[str | None]
     answers: list[str | None]
+    steps: list[tuple[float, ...] | None]
     components: list[dict[str, float] | None]
     metrics: dict[str, float]
 
@@ -84,6 +86,7 @@ class Scorer:
             solved=[bool(outcome.solved) for outcome in outcomes],
             errors=[outcome.error for outcome in outcomes],
             answers=[outcome.answer for outcome in outcomes],
+            steps=[outcome.steps for outcome in outcomes],
             components=[self._parts(outcome) for outcome in outcomes] if self._weights else [],
             metrics={**_means(outcomes), "seconds": Max(time.perf_counter() - start)},
         )

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from hybridflow.data.chat import decode
+from hybridflow.errors import RewardError
 from hybridflow.models.tokenizer import load_tokenizer
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
-from hybridflow.rewards.scorer import Scorer
+from hybridflow.rewards.scorer import Scorer, Scores
+from hybridflow.rewards.steps import step_numbers
 from hybridflow.workers.base import Worker, register
 
 OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error", "answer"})
@@ -42,11 +44,14 @@ class RewardWorker(Worker):
         Returns:
             ``rewards`` (float32, NaN where scoring failed), ``solved`` (bool), ``response_text``, ``reward_error``,
             ``answer`` (the final answer as the function has read it, or None); if there are ``reward.components``,
-            ``reward_components``: a dict of each answer's scores before weights, None where scoring failed.
-            ``meta_info["metrics"]`` as in :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
+            ``reward_components``: a dict of each answer's scores before weights, None where scoring failed. With
+            ``reward.step_end`` also ``step_scores`` (jagged float32, one for each step) and ``step_ids`` (jagged
+            int64, the responses' lengths). ``meta_info["metrics"]`` as in
+            :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
 
         Raises:
-            RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored.
+            RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored, or if
+                ``reward.step_end`` is given and the function says no steps.
         """
         assert self.scorer is not None, "setup() has to run first"
         ids = batch.flat("responses").split(batch.lengths("responses").tolist())
@@ -56,7 +61,7 @@ class RewardWorker(Worker):
         }
         messages, ground_truth = (list(batch.non_tensor_batch[key]) for key in ("messages", "ground_truth"))
         scores = self.scorer.score(messages, texts, ground_truth, **columns)
-        return DataProto.from_dict(
+        answer = DataProto.from_dict(
             tensors={
                 "rewards": torch.tensor(scores.rewards, dtype=torch.float32),
                 "solved": torch.tensor(scores.solved, dtype=torch.bool),
@@ -64,6 +69,29 @@ class RewardWorker(Worker):
             non_tensors={"response_text": texts, "reward_error": scores.errors, "answer": scores.answers}
             | ({"reward_components": scores.components} if self.context.config.reward.components else {}),
             meta_info={"metrics": {f"reward/{name}": value for name, value in scores.metrics.items()}},
+        )
+        return answer.union(self._steps(ids, scores)) if self.context.config.reward.step_end else answer
+
+    def _steps(self, ids: Sequence[torch.Tensor], scores: Scores) -> DataProto:
+        """The scores of the steps, and the step of each token; -1 where the function has given none."""
+        reward = self.context.config.reward
+        for steps, error in zip(scores.steps, scores.errors, strict=True):
+            if steps is None and error is None:
+                raise RewardError(
+                    f"reward.step_end={reward.step_end!r}, but {reward.function} returned no 'steps'. Return "
+                    "{'score': ..., 'steps': [...]}, a number for each step, or set reward.step_end=''."
+                )
+        found = [list(steps or ()) for steps in scores.steps]
+        pieces = {token: decode(self.tokenizer, [[token]])[0] for token in torch.cat(list(ids)).unique().tolist()}
+        numbers = []
+        for row, given in zip(ids, found, strict=True):
+            steps = step_numbers([pieces[token] for token in row.tolist()], reward.step_end)
+            numbers.append([step if step < len(given) else -1 for step in steps])
+        return DataProto.from_dict(
+            {
+                "step_ids": DataProto.jagged(numbers, dtype=torch.int64),
+                "step_scores": DataProto.jagged(found, dtype=torch.float32),
+            }
         )
 
     def close(self) -> None:

@@ -206,3 +206,9 @@ def test_an_adapted_kl_has_to_begin_somewhere(refused: Callable[..., str]) -> No
     assert "algorithm.kl_coef=0: algorithm.kl_target=0.1 multiplies it step by step, so it would stay 0." in refused(
         "algorithm.kl_target=0.1"
     )
+
+
+def test_rewards_of_steps_need_their_end(checked: Callable[..., Plan], refused: Callable[..., str]) -> None:
+    message = refused("algorithm.estimator=grpo_stepwise")
+    assert message.endswith("pass_at_k. For rewards of single steps set reward.step_end.")
+    checked("algorithm.estimator=grpo_stepwise", "reward.step_end='. '")

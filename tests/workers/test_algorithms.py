@@ -23,7 +23,6 @@ pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
-STEPWISE = "algorithm.estimator=grpo_stepwise"
 VOCAB, RIGHT, SAMPLES, STEPS = 13, 6, 16, 3
 PROMPTS = torch.tensor([[7, 8], [9, 10], [11, 12], [8, 9]])
 
@@ -68,17 +67,15 @@ def drawn(log_p: torch.Tensor, generator: torch.Generator) -> DataProto:
 
 
 def config_of(algorithm: str, given: list[str]) -> Any:
-    """The configuration of an option of the group ``algorithm``, or of an override, as its driver composes it."""
+    """The configuration of an option of the group ``algorithm``, as its driver composes it."""
     from hybridflow import checks, compose
     from hybridflow.settings import SCHEMAS
 
     name = DRIVER_OF.get(algorithm, "grpo")
     schema = next(kind for kind in SCHEMAS.values() if kind.__name__.lower() == f"{name}config")
     teacher = [given[0].replace("model.path=", "teacher.path=").replace("student", "teacher")]
-    chosen = [algorithm if "=" in algorithm else f"algorithm={algorithm}"]
-    config = compose.load(name, schema, [*given, *chosen, *(teacher if name == "distill" else [])])
-    if algorithm != STEPWISE:  # examples/grpo.py makes no steps
-        assert checks.check(config).updates == 2  # in the second one ratios are no longer 1, and losses differ
+    config = compose.load(name, schema, [*given, f"algorithm={algorithm}", *(teacher if name == "distill" else [])])
+    assert checks.check(config).updates == 2  # in the second one ratios are no longer 1, and losses differ
     return config
 
 
@@ -174,11 +171,11 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(given: list[str]) -> dict[str, dict[str, float]]:
-    [found] = run_ranks(trained_on_rank, 1, [*ALGORITHMS, STEPWISE], given)
+    [found] = run_ranks(trained_on_rank, 1, ALGORITHMS, given)
     return found
 
 
-@pytest.mark.parametrize("algorithm", [name for name in (*ALGORITHMS, STEPWISE) if name != "distill"])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "distill"])
 def test_right_answers_become_likelier(algorithm: str, trained: dict[str, dict[str, float]]) -> None:
     found = trained[algorithm]
     assert found["grad_norm"] > 0
