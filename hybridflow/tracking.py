@@ -57,6 +57,9 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 )
 """Console fields after the step: label, metric, format. A line shows those that a step has, ``MAX_FIELDS`` in all."""
 
+SILENT_STEPS = 10
+"""Steps without a difference between any prompt's samples after which the run says so, once."""
+
 _MISMATCH_LIMITS = {"float32": 1e-3, "bfloat16": 1.0}
 _NOT_METRICS = ("step", "timestamp", "not_finite")
 
@@ -85,6 +88,7 @@ class Tracker:
         self._sinks: list[Sink] = [SINKS[name].make(config, self.run_dir, earlier) for name in config.tracking.trackers]
         self._bar: Progress | None = None
         self._first: tuple[int, float] | None = None
+        self._silent_steps = 0
         self._tokenizer: Any = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._written: list[Future[None]] = []
@@ -116,6 +120,7 @@ class Tracker:
             sink.log((step, now, found))
         self._show(step, found)
         self._warn_of_mismatch(step, found)
+        self._warn_of_silence(found)
         every = self.config.tracking.rollouts_every
         if batch is not None and every and step % every == 0:
             self.log_rollouts(step, batch, tag)
@@ -219,6 +224,17 @@ class Tracker:
         limit = self.config.tracking.mismatch_limit or _MISMATCH_LIMITS[self.config.model.dtype]
         if text := mismatch_above(limit, "tracking.mismatch_limit", metrics):
             self.say(f"warning: step {step}: {text}.")
+
+    def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
+        if "reward/groups_without_signal" not in metrics:
+            return
+        self._silent_steps = self._silent_steps + 1 if metrics["reward/groups_without_signal"] == 1 else 0
+        if self._silent_steps == SILENT_STEPS:
+            self.say(
+                f"warning: for {SILENT_STEPS} steps all samples of each prompt had the same reward, which teaches "
+                "nothing. Look at rollouts.jsonl; take a model that gets some right, easier data, or a reward with "
+                "parts."
+            )
 
 
 class JsonLines:

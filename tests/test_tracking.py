@@ -339,6 +339,16 @@ def test_a_mismatch_of_rollout_and_trainer_is_warned_of_nan_included(tmp_path: P
     ]
 
 
+def test_ten_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, "steps=99")
+    with run.tracker() as tracker:
+        for step, share in enumerate([1.0] * 9 + [0.9] + [1.0] * 12, 1):
+            tracker.log(step, {"reward/groups_without_signal": share})
+            warned = "teaches nothing" in run.printed.getvalue()
+            assert warned == (step >= 20)
+    assert run.printed.getvalue().count("for 10 steps all samples of each prompt had the same reward") == 1
+
+
 def test_a_mismatch_above_a_limit_has_words_nan_included() -> None:
     words = [
         mismatch_above(limit, "tracking.mismatch_stop", {"rollout_vs_trainer/max_diff": found})

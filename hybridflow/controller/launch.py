@@ -7,6 +7,7 @@ checkpoint. Whatever fails, what was started is stopped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -91,13 +92,31 @@ def start_or_join(config: RunConfig) -> Iterator[None]:
     else:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine needs longer than Ray's default
         store = int(config.ray.object_store_gb * 2**30)
-        # Without "local", Ray would join a cluster that somebody has started on this machine.
-        ray.init("local", object_store_memory=store, include_dashboard=False, **settings)
+        with _in_a_session_of_its_own():
+            # Without "local", Ray would join a cluster that somebody has started on this machine.
+            ray.init("local", object_store_memory=store, include_dashboard=False, **settings)
     with deaths_left_to_errors():
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _in_a_session_of_its_own() -> Iterator[None]:
+    """Keep Ray's processes out of the driver's process group.
+
+    A signal to the group (of ``timeout``, of a supervisor) would end Ray under a driver that finishes its step and
+    saves. They end with the driver all the same: the kernel sees to it.
+    """
+    from ray._private import services
+
+    popen = services.ConsolePopen
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def join_cluster(address: str, **settings: Any) -> None:

@@ -17,6 +17,8 @@ from hybridflow.controller.launch import deaths_left_to_errors, join_cluster
 from hybridflow.errors import PlacementError
 
 OWN = """
+import os
+import psutil
 import ray
 from hybridflow import compose
 from hybridflow.config import GRPOConfig
@@ -24,6 +26,7 @@ from hybridflow.controller.launch import start_or_join
 
 with start_or_join(compose.load("grpo", GRPOConfig)):
     print(ray.get_runtime_context().gcs_address)
+    print(os.getpgid(0), *(os.getpgid(child.pid) for child in psutil.Process().children(recursive=True)))
 """
 
 PARAGRAPH = {"lines": ["A worker died or was killed while executing a task by an unexpected system error. ..."]}
@@ -56,8 +59,9 @@ def test_a_cluster_that_does_not_answer_is_named_in_seconds() -> None:
     assert time.monotonic() - start < 20
 
 
-@pytest.mark.ray
-def test_a_run_without_an_address_starts_ray_even_where_a_cluster_runs_on_this_machine(ray_session: str) -> None:
+@pytest.fixture(scope="module")
+def printed(ray_session: str) -> list[str]:
+    """What a process printed that started Ray beside a cluster on this machine."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path: Ray makes sockets below it
         known = Path(folder) / "ray" / "ray_current_cluster"  # where `ray start` leaves its address
         known.parent.mkdir()
@@ -67,4 +71,17 @@ def test_a_run_without_an_address_starts_ray_even_where_a_cluster_runs_on_this_m
             [sys.executable, "-c", OWN], env={**environment, "RAY_TMPDIR": folder}, capture_output=True, text=True
         )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().rpartition(":")[2].isdigit() and done.stdout.strip() != ray_session
+    return done.stdout.splitlines()
+
+
+@pytest.mark.ray
+def test_a_run_without_an_address_starts_ray_even_where_a_cluster_runs_on_this_machine(
+    printed: list[str], ray_session: str
+) -> None:
+    assert printed[0].rpartition(":")[2].isdigit() and printed[0] != ray_session
+
+
+@pytest.mark.ray
+def test_a_signal_to_the_drivers_group_does_not_reach_ray(printed: list[str]) -> None:
+    own, *groups = map(int, printed[1].split())
+    assert len(groups) >= 2 and own not in groups
