@@ -47,6 +47,8 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", ".3f"),
     ("solved", "reward/solved", ".2f"),
     ("accuracy", "evaluate/accuracy", ".3f"),
+    ("preferred", "preference/accuracy", ".2f"),
+    ("from teacher", "teacher/kl", ".3f"),
     ("loss", "actor/loss", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("grad", "actor/grad_norm", ".2f"),

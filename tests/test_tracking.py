@@ -300,7 +300,7 @@ def test_a_console_line_has_at_most_ten_fields() -> None:
     from hybridflow.tracking import FIELDS
 
     line = console_line(3, 20, {name: 1.0 for _, name, _ in FIELDS})
-    assert line.startswith("step 3/20  reward 1.000  solved 1.00  accuracy 1.000  loss 1.0000")
+    assert line.startswith("step 3/20  reward 1.000  solved 1.00  accuracy 1.000  preferred 1.00")
     assert len(line.split("  ")) == 10
 
 
