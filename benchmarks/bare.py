@@ -16,7 +16,7 @@ from hybridflow.data.batching import micro_batches
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import Worker, register
-from hybridflow.workers.policy import rows_of
+from hybridflow.workers.model import rows_of
 
 
 class BareWorker(Worker):

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from hybridflow import __version__, bench
 from hybridflow.checks import check
+from hybridflow.checks.base import SCORERS
 from hybridflow.compose import CommandLine, Driver, compose, exit_on_error, typed
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.importing import NotThere, import_file
@@ -95,8 +96,9 @@ def _check(arguments: Sequence[str]) -> None:
 
     check_functions(config)
     check_model(config)
-    if config.roles.get("reward") is not None:
-        check_reward(config.reward)
+    for role in SCORERS:
+        if config.roles.get(role) is not None:
+            check_reward(getattr(config, role), role)
     print(plan.placement_table())
     print("every setting is fine; nothing was started. Rows of data are read at the start of a run.")
 

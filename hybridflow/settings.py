@@ -27,14 +27,20 @@ from hybridflow.config import (
     DPOConfig,
     GRPOConfig,
     OneStepOffConfig,
+    PPOConfig,
     ReMaxConfig,
+    RewardModelConfig,
     RunConfig,
+    SafeRLHFConfig,
     SFTConfig,
 )
 
 SCHEMAS: dict[str, type[RunConfig]] = {
     schema.__name__: schema
-    for schema in (GRPOConfig, DAPOConfig, OneStepOffConfig, ReMaxConfig, DistillConfig, SFTConfig, DPOConfig)
+    for schema in (
+        *(GRPOConfig, DAPOConfig, OneStepOffConfig, ReMaxConfig, DistillConfig, PPOConfig, SafeRLHFConfig),
+        *(SFTConfig, DPOConfig, RewardModelConfig),
+    )
 }
 ANY_NAME = "*"
 """Stands in a path for a name that the user chooses, such as a pool's."""

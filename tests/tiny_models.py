@@ -16,8 +16,22 @@ def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str =
         architecture: ``llama``, ``qwen2``, ``qwen3`` or ``qwen3_moe`` (four experts, two for each token).
         changes: fields of the transformers config, such as ``tie_word_embeddings``.
     """
+    from transformers import AutoModelForCausalLM
+
+    return _save(folder, AutoModelForCausalLM, architecture, seed, dtype, changes)
+
+
+def save_tiny_classifier(folder: Path, architecture: str, kind: str, **changes: Any) -> str:
+    """The same with a head of one label; ``kind`` is ``ForTokenClassification`` or ``ForSequenceClassification``."""
+    import transformers
+
+    auto: Any = getattr(transformers, f"AutoModel{kind}")
+    return _save(folder, auto, architecture, 0, "float32", {**changes, "num_labels": 1})
+
+
+def _save(folder: Path, auto: Any, architecture: str, seed: int, dtype: str, changes: dict[str, Any]) -> str:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -37,7 +51,7 @@ def save_tiny_model(folder: Path, architecture: str, seed: int = 0, dtype: str =
         **changes,
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings))
+    model = auto.from_config(AutoConfig.for_model(architecture, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

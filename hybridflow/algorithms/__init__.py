@@ -7,6 +7,7 @@ kl.py            KL estimators, KL in the reward, coefficients
 correction.py    off-policy weights and rejection
 distill.py       on-policy distillation
 filters.py       dynamic sampling, overlong filter and penalty
+safety.py        rewards against costs
 preferences.py   Bradley-Terry, DPO
 evaluation.py    pass@k, majority
 metrics.py       what a batch says about the run

@@ -127,3 +127,17 @@ def _evaluation(batch: DataProto) -> dict[str, float]:
         votes = [[answers[i] for i in members] for members in rows]
         found[f"evaluate/majority@{len(estimates)}"] = majority(votes, [solved[members].tolist() for members in rows])
     return found
+
+
+def pair_metrics(batch: DataProto) -> dict[str, float]:
+    """What scores say about held-out pairs, two neighbouring rows each, the chosen answer first.
+
+    Args:
+        batch: ``scores`` [B].
+
+    Returns:
+        ``evaluate/accuracy``, the share of pairs whose chosen answer scores higher, and ``evaluate/score_gap``.
+    """
+    scores = batch["scores"].double()
+    gap = scores[0::2] - scores[1::2]
+    return {"evaluate/accuracy": (gap > 0).double().mean().item(), "evaluate/score_gap": gap.mean().item()}

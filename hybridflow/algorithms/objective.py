@@ -1,8 +1,9 @@
 """From one number per token to the scalar of an update: the configured loss, KL, entropy, and how tokens are averaged.
 
-Where it stands: the actor calls :func:`objective` for each micro-batch. Invariant: the scalar is a SUM over this piece
-of the batch divided by GLOBAL counts (all micro-batches and data-parallel ranks of one optimizer update), so that no
-split, padding or packing changes the gradient. A row without an unmasked token counts in no denominator.
+Where it stands: the actor calls :func:`objective` for each micro-batch, the critic :func:`value_objective`. Invariant:
+the scalar is a SUM over this piece of the batch divided by GLOBAL counts (all micro-batches and data-parallel ranks of
+one optimizer update), so that no split, padding or packing changes the gradient. A row without an unmasked token counts
+in no denominator.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from hybridflow.algorithms.kl import kl
-from hybridflow.algorithms.losses import Metrics, find_loss
+from hybridflow.algorithms.losses import Metrics, find_loss, value_loss
 from hybridflow.algorithms.masked import check_tokens, clean, row_mean
 from hybridflow.config import LossConfig
 from hybridflow.errors import ConfigError, DataError, nearest
@@ -89,6 +90,47 @@ def objective(
         metrics["entropy"] = entropy.detach().sum()
     scale = config.scale or None
     return aggregate(loss, mask, config.aggregation, num_tokens, num_sequences, scale), metrics
+
+
+def value_objective(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    clip: float,
+    num_tokens: float,
+) -> tuple[torch.Tensor, Metrics]:
+    """The critic's loss as a scalar: :func:`.losses.value_loss` averaged over tokens.
+
+    Args:
+        values: [B, T] of the critic in training; others as for the value loss.
+        num_tokens: global count, see :func:`aggregate`.
+
+    Returns:
+        This piece's share of the scalar, and metric sums over its unmasked tokens: those of the value loss, and what
+        :func:`explained_variance` takes.
+    """
+    loss, metrics = value_loss(values, old_values, returns, mask, clip)
+    v, target = (x.double() for x in clean(mask, values=values.detach(), returns=returns))
+    error = target - v
+    moments = {"return": target, "return_square": target**2, "error": error, "error_square": error**2}
+    sums = {name: moment.sum() for name, moment in moments.items()}
+    return aggregate(loss, mask, "token-mean", num_tokens, num_tokens), {**metrics, **sums}
+
+
+def explained_variance(means: Mapping[str, float]) -> dict[str, float]:
+    """What a critic knows of the returns: 1 - variance(return - value) / variance(return), at most 1.
+
+    Args:
+        means: of the sums of :func:`value_objective` over all tokens.
+
+    Returns:
+        The means with ``explained_variance`` (0 where all returns are equal) in place of the moments it is made from.
+    """
+    variance = means["return_square"] - means["return"] ** 2
+    unexplained = means["error_square"] - means["error"] ** 2
+    kept = {name: mean for name, mean in means.items() if name not in ("return_square", "error", "error_square")}
+    return {**kept, "explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0}
 
 
 def aggregate(

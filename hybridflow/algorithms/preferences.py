@@ -1,7 +1,8 @@
 """Losses for pairs of a chosen and a rejected answer: Bradley-Terry for reward models, DPO for policies.
 
 Losses return one number per pair [N]; the caller averages by the global number of pairs. :func:`dpo_advantages` is the
-step of DPO's driver: what a pair's loss asks of its two answers, so that the update needs to know nothing of pairs.
+step of DPO's driver, :func:`bradley_terry_advantages` that of a reward model's: what a pair's loss asks of its two
+answers, so that the update needs to know nothing of pairs.
 """
 
 from __future__ import annotations
@@ -91,9 +92,7 @@ def dpo_advantages(batch: DataProto, config: PreferenceConfig) -> DataProto:
     Raises:
         DataError: where rows are not pairs, or an answer has no token.
     """
-    chosen = batch["chosen"].tolist()
-    if chosen != [True, False] * (len(chosen) // 2):
-        raise DataError("chosen: pairs are two neighbouring rows, the chosen answer first. Keep the order of the rows.")
+    _check_order(batch)
     mask = batch.padded("response_mask", value=False)
     if not bool(mask.any(dim=1).all()):
         raise DataError(f"response_mask: row {int((~mask.any(dim=1)).nonzero()[0])} has no token to learn.")
@@ -103,13 +102,44 @@ def dpo_advantages(batch: DataProto, config: PreferenceConfig) -> DataProto:
         loss, sums_of = dpo(sums[0::2], sums[1::2], ref[0::2], ref[1::2], config.beta, config.label_smoothing)
         (slope,) = torch.autograd.grad(loss.mean(), sums)
     # The update divides by the number of sequences, the gradient above already has its denominator.
-    weights = torch.where(mask, (-slope * len(chosen))[:, None], 0.0).float()
+    weights = torch.where(mask, (-slope * len(batch))[:, None], 0.0).float()
     metrics = {"loss": loss.mean().item(), **{name: float(x) / len(loss) for name, x in sums_of.items()}}
     metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
     return DataProto.from_dict(
         {"advantages": DataProto.from_padded(weights, batch.lengths("response_mask"))},
         meta_info={"metrics": {f"preference/{name}": value for name, value in metrics.items()}},
     )
+
+
+def bradley_terry_advantages(batch: DataProto) -> DataProto:
+    """One weight per answer, such that -sum weight * score / rows has the gradient of :func:`bradley_terry`.
+
+    As :func:`dpo_advantages`, of scores: the factor of each score's gradient in that of the mean loss over pairs. It is
+    the gradient at the weights that gave ``scores``: one update a step.
+
+    Args:
+        batch: ``scores`` [B], and ``chosen`` [B] bool, True and False by turns.
+
+    Returns:
+        ``advantages`` [B]. ``meta_info["metrics"]``: ``preference/loss``, ``accuracy`` and ``score_gap``, means over
+        pairs.
+    """
+    _check_order(batch)
+    scores = batch["scores"].double().requires_grad_()
+    with torch.enable_grad():
+        loss, sums = bradley_terry(scores[0::2], scores[1::2])
+        (slope,) = torch.autograd.grad(loss.mean(), scores)
+    metrics = {"loss": loss.mean().item(), **{name: float(x) / len(loss) for name, x in sums.items()}}
+    return DataProto.from_dict(
+        {"advantages": (-slope * len(batch)).float()},
+        meta_info={"metrics": {f"preference/{name}": value for name, value in metrics.items()}},
+    )
+
+
+def _check_order(batch: DataProto) -> None:
+    chosen = batch["chosen"].tolist()
+    if chosen != [True, False] * (len(chosen) // 2):
+        raise DataError("chosen: pairs are two neighbouring rows, the chosen answer first. Keep the order of the rows.")
 
 
 def _check_pairs(**tensors: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridflow.checks.base import Facts, Problem, rule
-from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS
-from hybridflow.config import DPOConfig, PairsConfig, RLConfig, SFTConfig
+from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS, present
+from hybridflow.config import DPOConfig, PairsConfig, PPOConfig, RLConfig, SFTConfig
 
 
 @rule("actor.loss.name", "algorithm.estimator")
@@ -141,6 +141,40 @@ def an_adapted_kl_has_a_start(facts: Facts) -> Iterator[Problem]:
             )
 
 
+@rule("algorithm.estimator", "critic.warmup_steps", "steps")
+def a_critic_is_used(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    if not isinstance(config, PPOConfig):
+        return
+    estimator, warm_up = config.algorithm.estimator, config.critic.warmup_steps
+    if estimator != "gae" and estimator in ESTIMATOR_SETTINGS:
+        yield Problem(
+            "algorithm.estimator",
+            f"algorithm.estimator={estimator!r} does not read the critic's values. Set it to gae, or take another "
+            "driver, such as examples/grpo.py.",
+        )
+    if warm_up >= config.steps:
+        yield Problem(
+            "critic.warmup_steps",
+            f"critic.warmup_steps={warm_up} is no less than steps={config.steps}: the actor would never be trained. "
+            f"Lower it to below {config.steps}.",
+        )
+    for path, ignored in present(config, "cost_critic.warmup_steps"):
+        if ignored:
+            yield Problem(path, f"{path}={ignored} is ignored: critic.warmup_steps counts for both.", warning=True)
+
+
+@rule("safety")
+def a_multiplier_has_room(facts: Facts) -> Iterator[Problem]:
+    for _, safety in present(facts.config, "safety"):
+        if safety.multiplier > safety.max_multiplier:
+            yield Problem(
+                "safety.multiplier",
+                f"safety.multiplier={safety.multiplier:g} is above safety.max_multiplier={safety.max_multiplier:g}. "
+                "Lower it, or raise the bound.",
+            )
+
+
 @rule("algorithm", "rollout")
 def length_penalty_fits_the_limit(facts: Facts) -> Iterator[Problem]:
     if isinstance(facts.config, RLConfig) and facts.config.algorithm.overlong_buffer > facts.config.rollout.max_tokens:
@@ -185,25 +219,25 @@ def supervised_settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
 @rule("actor", "rollout.n", "data.prompts_per_step")
 def pairs_suit_the_driver(facts: Facts) -> Iterator[Problem]:
     actor, n = facts.config.actor, facts.config.rollout.n
-    if isinstance(facts.config, PairsConfig) and n != 2:
-        yield Problem("rollout.n", f"rollout.n={n}: a pair has two answers, the chosen and the rejected. Set it to 2.")
-    if not isinstance(facts.config, DPOConfig):
+    if not isinstance(facts.config, PairsConfig):
         return
+    if n != 2:
+        yield Problem("rollout.n", f"rollout.n={n}: a pair has two answers, the chosen and the rejected. Set it to 2.")
+    if facts.updates > 1:
+        yield Problem(
+            "actor.mini_batch_size",
+            f"{facts.updates} updates a step = actor.epochs * rows / actor.mini_batch_size = {actor.epochs} * "
+            f"{facts.rows} / {facts.rows_per_update}: answers are weighed by the weights before the step, which holds "
+            "for one update. Set actor.epochs=1 and actor.mini_batch_size=0; data.prompts_per_step is the batch size.",
+        )
     for name, wanted in (("name", "reinforce"), ("aggregation", "seq-mean-token-sum"), ("old_log_probs", "log_probs")):
         value = getattr(actor.loss, name)
-        if value != wanted:
+        if isinstance(facts.config, DPOConfig) and value != wanted:
             yield Problem(
                 f"actor.loss.{name}",
                 f"actor.loss.{name}={value!r}: DPO's gradient is that of {wanted!r} with a weight for each answer, "
                 f"which the driver computes. Set it to {wanted}.",
             )
-    if facts.updates > 1:
-        yield Problem(
-            "actor.mini_batch_size",
-            f"{facts.updates} updates a step = actor.epochs * rows / actor.mini_batch_size = {actor.epochs} * "
-            f"{facts.rows} / {facts.rows_per_update}: DPO weighs answers by the weights before the step, which holds "
-            "for one update. Set actor.epochs=1 and actor.mini_batch_size=0; data.prompts_per_step is the batch size.",
-        )
 
 
 def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str, ...]]) -> Iterator[Problem]:

@@ -15,6 +15,11 @@ from hybridflow.config import RoleConfig, RunConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.resharding.layout import Layout, ParallelLayout, training_of
 
+CRITICS = ("critic", "cost_critic")
+"""Roles that give values."""
+SCORERS = ("reward", "cost")
+"""Roles that score answers, by functions or by a model."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -73,9 +78,19 @@ class Facts:
     def spec(self) -> ModelSpec:
         return ModelSpec.from_folder(self.config.model.path)
 
-    def folder(self, role: str) -> str:
-        """The model folder of a role: its own where its settings name one, else ``model.path``."""
-        return getattr(getattr(self.config, role, None), "path", "") or self.config.model.path
+    def spec_of(self, role: str) -> ModelSpec:
+        """The model of a role as its engine builds it."""
+        spec = ModelSpec.from_folder(self.path(role)[1])
+        return spec.scoring("ForTokenClassification") if role in CRITICS else spec
+
+    def model_roles(self) -> list[str]:
+        """The placed roles that compute with a model."""
+        return [role for role in self.placed if role not in SCORERS or self.path(role)[0] != "model.path"]
+
+    def path(self, role: str) -> tuple[str, str]:
+        """The setting that says where a role's model lies, and what it says."""
+        own = getattr(getattr(self.config, role, None), "path", "")
+        return (f"{role}.path", own) if own else ("model.path", self.config.model.path)
 
 
 Rule = Callable[[Facts], Iterator[Problem]]

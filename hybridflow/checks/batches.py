@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from hybridflow.checks.base import Facts, Problem, rule
-from hybridflow.config import RLConfig
+from hybridflow.checks.values import OPTIMIZERS, present
+from hybridflow.config import OptimizerConfig, RLConfig
 
 
 @rule("roles", "pools", "data.prompts_per_step", "rollout.n", "actor.mini_batch_size")
@@ -43,11 +44,15 @@ def a_row_fits_a_micro_batch(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("actor", "data.prompts_per_step", "rollout.n", "steps")
+@rule("actor", "critic", "data.prompts_per_step", "rollout.n", "steps")
 def schedule_fits_the_run(facts: Facts) -> Iterator[Problem]:
-    o = facts.config.actor.optimizer
     total = facts.config.steps * facts.updates
-    here = "actor.optimizer"
+    for here in OPTIMIZERS:
+        for _, o in present(facts.config, here):
+            yield from _schedule_problems(here, o, total, facts)
+
+
+def _schedule_problems(here: str, o: OptimizerConfig, total: int, facts: Facts) -> Iterator[Problem]:
     if o.min_lr > o.lr:
         yield Problem(f"{here}.min_lr", f"{here}.min_lr={o.min_lr} is above {here}.lr={o.lr}. Lower it.")
     if o.warmup_steps >= total:

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridflow.checkpoint import RESUME_MODES, CheckpointStore, resume_from
-from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.base import CRITICS, SCORERS, Facts, Problem, rule
 from hybridflow.checks.cluster import machine, starts_ray_here
-from hybridflow.checks.placement import MODEL_ROLES
 from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
-from hybridflow.config import DistillConfig
+from hybridflow.config import DistillConfig, RewardModelConfig
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
 from hybridflow.models.spec import ModelSpec
@@ -25,18 +24,20 @@ from hybridflow.rewards.components import SCORE, components_of
 KV_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
-REWARD_METRICS = ("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", SCORE, *GROUP_METRICS)
+REWARD_METRICS = (
+    *("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", "violations"),
+    *(SCORE, *GROUP_METRICS),
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @rule()
 def model_folder_is_complete(facts: Facts) -> Iterator[Problem]:
     model = facts.config.model
-    path = Path(model.path)
     if not model.path:
         yield Problem("model.path", "model.path='': give a local Hugging Face folder: model=local model.path=FOLDER.")
         return
-    if not path.is_dir():
+    if not Path(model.path).is_dir():
         hint = _how_to_make(model.path)
         yield Problem("model.path", f"model.path={model.path!r}: no such folder.{hint}")
         return
@@ -48,28 +49,52 @@ def model_folder_is_complete(facts: Facts) -> Iterator[Problem]:
             f"{name}={str(tokenizer)!r} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Set model.tokenizer_path to a folder that has one.",
         )
-    if not any(path.glob("*.safetensors")):
-        yield Problem(
-            "model.path", f"model.path={model.path!r} holds no *.safetensors. Convert the weights to safetensors."
-        )
-    try:
-        _ = facts.spec
-    except ModelError as error:
-        yield Problem("model.path", f"model.path={model.path!r}: {error}")
+    yield from _weights_problems("model.path", model.path)
+
+
+@rule()
+def other_models_are_complete(facts: Facts) -> Iterator[Problem]:
+    for role in facts.model_roles():
+        setting, path = facts.path(role)
+        if setting == "model.path":
+            continue
+        if not Path(path).is_dir():
+            yield Problem(setting, f"{setting}={path!r}: no such folder.{_how_to_make(path)}")
+            continue
+        problems = list(_weights_problems(setting, path))
+        yield from problems
+        if role in SCORERS and not problems and not ModelSpec.from_folder(path).scores:
+            yield Problem(
+                setting,
+                f"{setting}={path!r} is a language model: its scores would mean nothing. Give a classifier with one "
+                "label, such as examples/reward_model.py trains.",
+            )
+
+
+@rule()
+def a_model_or_functions_score(facts: Facts) -> Iterator[Problem]:
+    for role in SCORERS:
+        for _, config in present(facts.config, role):
+            if config.path and config.components:
+                yield Problem(
+                    f"{role}.components",
+                    f"{role}.components are functions, and {role}.path={config.path!r} is a model that scores in their "
+                    f"place. Set one of them to nothing.",
+                )
 
 
 @rule("model")
+def the_policy_is_a_language_model(facts: Facts) -> Iterator[Problem]:
+    if facts.spec.scores and not isinstance(facts.config, RewardModelConfig):
+        path, name = facts.config.model.path, facts.spec.raw["architectures"][0]
+        yield Problem("model.path", f"model.path={path!r} is a {name}, which scores texts. Give a language model.")
+
+
+@rule("model", "teacher")
 def a_teacher_speaks_the_same_tokens(facts: Facts) -> Iterator[Problem]:
     if not isinstance(facts.config, DistillConfig):
         return
     path = facts.config.teacher.path
-    if not Path(path).is_dir():
-        yield Problem("teacher.path", f"teacher.path={path!r}: no such folder.{_how_to_make(path)}")
-        return
-    try:
-        ModelSpec.from_folder(path)
-    except ModelError as error:
-        yield Problem("teacher.path", f"teacher.path={path!r}: {error}")
     own, wanted = _vocabulary(path), _vocabulary(facts.config.model.tokenizer_path or facts.config.model.path)
     if own != wanted:
         differ = sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
@@ -133,13 +158,11 @@ def attention_heads_have_a_kernel(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model", "teacher", "roles", "pools")
+@rule("model", "teacher", "roles", "pools", *CRITICS, *SCORERS)
 def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
-    for role in MODEL_ROLES:
-        if role not in facts.placed:
-            continue
+    for role in facts.model_roles():
+        spec = facts.spec_of(role)
         layout, where = facts.layout(role), f"roles.{role}.layout"
-        spec = ModelSpec.from_folder(facts.folder(role))
         try:
             if isinstance(layout, GenerationLayout):
                 check_vllm(spec, layout.tp, layout.ep, where)
@@ -149,15 +172,18 @@ def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
             yield Problem(where, str(error))
 
 
-@rule("model", "roles", "actor.sequence_parallel")
+@rule("model", "teacher", "roles", "actor.sequence_parallel", *CRITICS, *SCORERS)
 def experts_share_tokens(facts: Facts) -> Iterator[Problem]:
-    layout = facts.placed["actor"].layout
-    if facts.spec.num_experts and layout.tp > 1 and not facts.config.actor.sequence_parallel:
-        yield Problem(
-            "actor.sequence_parallel",
-            f"actor.sequence_parallel=false with roles.actor.layout.tp={layout.tp}: a model with experts needs it, "
-            "because every rank routes tokens of its own. Set it to true, or tp to 1.",
-        )
+    for role in facts.model_roles():
+        if role == "rollout":
+            continue
+        tp, experts = facts.placed[role].layout.tp, facts.spec_of(role).num_experts
+        if experts and tp > 1 and not facts.config.actor.sequence_parallel:
+            yield Problem(
+                "actor.sequence_parallel",
+                f"actor.sequence_parallel=false with roles.{role}.layout.tp={tp}: a model with experts needs it, "
+                "because every rank routes tokens of its own. Set it to true, or tp to 1.",
+            )
 
 
 @rule()
@@ -185,7 +211,12 @@ def data_exists(facts: Facts) -> Iterator[Problem]:
 
 @rule()
 def functions_are_named(facts: Facts) -> Iterator[Problem]:
-    rewards = [(f"{c.setting}.function", c.function) for c in components_of(facts.config.reward)]
+    rewards = [
+        (f"{c.setting}.function", c.function)
+        for role in SCORERS
+        for _, config in present(facts.config, role)
+        for c in components_of(config, role)
+    ]
     imported = [item for path in IMPORTABLE for item in present(facts.config, path) if ":" in item[1]]
     for path, name in [*rewards, *imported]:
         where, colon, function = name.rpartition(":")
@@ -197,13 +228,15 @@ def functions_are_named(facts: Facts) -> Iterator[Problem]:
 
 @rule()
 def reward_components_have_names_of_their_own(facts: Facts) -> Iterator[Problem]:
-    for name in facts.config.reward.components:
-        if name in REWARD_METRICS or "/" in name or not name.strip():
-            yield Problem(
-                f"reward.components.{name}",
-                f"reward.components: {name!r} cannot be the name of a component: it is logged as reward/<name>, where "
-                f"{', '.join(REWARD_METRICS)} mean something else, and '/' separates. Choose another name.",
-            )
+    for here, components in [pair for role in SCORERS for pair in present(facts.config, f"{role}.components")]:
+        for name in components:
+            if name in REWARD_METRICS or "/" in name or not name.strip():
+                role = here.split(".")[0]
+                yield Problem(
+                    f"{here}.{name}",
+                    f"{here}: {name!r} cannot be the name of a component: it is logged as {role}/<name>, where "
+                    f"{', '.join(REWARD_METRICS)} mean something else, and '/' separates. Choose another name.",
+                )
 
 
 @rule("name")
@@ -241,6 +274,16 @@ def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
     except CheckpointError as error:
         hint = "" if Path(resume).exists() or resume in RESUME_MODES else nearest(resume, RESUME_MODES)
         yield Problem("checkpoint.resume", f"{error}{hint}")
+
+
+def _weights_problems(setting: str, path: str) -> Iterator[Problem]:
+    """What is wrong with a model's folder that is there."""
+    if not any(Path(path).glob("*.safetensors")):
+        yield Problem(setting, f"{setting}={path!r} holds no *.safetensors. Convert the weights to safetensors.")
+    try:
+        ModelSpec.from_folder(path)
+    except ModelError as error:
+        yield Problem(setting, f"{setting}={path!r}: {error}")
 
 
 def _source_problem(source: str) -> str:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.base import CRITICS, SCORERS, Facts, Problem, rule
 from hybridflow.checks.cluster import machine, starts_ray_here
 from hybridflow.planner.memory import GIB, DeviceMemory, estimate
 
@@ -32,10 +32,11 @@ _BOUND_FIXES = "Lower actor.micro_batch_size or actor.micro_batch_tokens, or set
 def device_memory(facts: Facts) -> list[DeviceMemory]:
     """The estimate of a configuration whose layouts fit its model."""
     layouts = {role: facts.layout(role) for role in facts.placed}
-    return estimate(facts.config, facts.spec, layouts, GPU_PROCESS_BYTES if machine()[1] else CPU_PROCESS_BYTES)
+    specs = {role: facts.spec_of(role) for role in facts.model_roles()}
+    return estimate(facts.config, specs, layouts, GPU_PROCESS_BYTES if machine()[1] else CPU_PROCESS_BYTES)
 
 
-@rule("model", "roles", "pools", "rollout", "actor", "memory", "data.prompts_per_step")
+@rule("model", "roles", "pools", "rollout", "actor", "memory", "data.prompts_per_step", "teacher", *CRITICS, *SCORERS)
 def memory_suffices(facts: Facts) -> Iterator[Problem]:
     devices = device_memory(facts)
     for device in devices:

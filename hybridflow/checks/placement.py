@@ -4,29 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.base import CRITICS, SCORERS, Facts, Problem, rule
 from hybridflow.checks.values import present
-from hybridflow.config import DistillConfig, DPOConfig, RLConfig, RunConfig
+from hybridflow.config import (
+    DistillConfig,
+    DPOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    RLConfig,
+    RunConfig,
+    SafeRLHFConfig,
+)
 from hybridflow.errors import ConfigError, nearest
 from hybridflow.resharding.layout import GenerationLayout
 
-ROLES = ("actor", "rollout", "reference", "teacher", "reward")
+ROLES = ("actor", "critic", "cost_critic", "rollout", "reference", "teacher", "reward", "cost")
+_WITH_REWARDS = ("actor", "rollout", "reward")
 REQUIRED_ROLES = {
     RunConfig: ("actor",),
     DPOConfig: ("actor", "reference"),
-    RLConfig: ("actor", "rollout", "reward"),
+    RLConfig: _WITH_REWARDS,
+    PPOConfig: (*_WITH_REWARDS, "critic"),
+    SafeRLHFConfig: (*_WITH_REWARDS, "critic", "cost", "cost_critic"),
     DistillConfig: ("actor", "rollout", "teacher", "reward"),
 }
 """Roles without which a driver cannot run, by its schema or the nearest one above it. Without rollout and reward the
 other drivers run and are not evaluated."""
-MODEL_ROLES = ("actor", "rollout", "reference", "teacher")
+OWN_ROLES = (*CRITICS, "cost")
+"""Roles with settings of their own name, that only some drivers have and those need."""
 KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}
 """Axes of a layout besides dp, with the degree that leaves one unused."""
 AVAILABLE_AXES: dict[str, tuple[str, ...]] = {
     "actor": tuple(AXES),
-    "reference": tuple(AXES),
-    "teacher": tuple(AXES),
+    **{role: tuple(AXES) for role in (*CRITICS, "reference", "teacher", *SCORERS)},
     "rollout": ("tp", "ep"),
 }
 """Axes of a layout besides dp that the engine of a role offers in this version."""
@@ -42,6 +53,21 @@ def roles_are_known(facts: Facts) -> Iterator[Problem]:
     for role in facts.config.roles:
         if role not in ROLES:
             yield Problem(f"roles.{role}", f"roles.{role}: there is no role {role!r}.{nearest(role, ROLES)}")
+    for role in OWN_ROLES:
+        if role in facts.placed and not hasattr(facts.config, role):
+            yield Problem(
+                f"roles.{role}",
+                f"roles.{role} is placed, but this driver has no {role}. Set roles.{role}=null.",
+            )
+    if isinstance(facts.config, RewardModelConfig):
+        for role in facts.placed:
+            if role in ROLES and role != "actor":
+                yield Problem(
+                    f"roles.{role}",
+                    f"roles.{role} is placed, but a reward model's training never calls it. Set roles.{role}=null, or "
+                    "use placement=trainer.",
+                    warning=True,
+                )
     for role in required_roles(facts.config):
         if role not in facts.placed:
             pools = nearest("", facts.config.pools).strip().replace("Known", "Pools")
@@ -56,7 +82,7 @@ def pools_exist(facts: Facts) -> Iterator[Problem]:
     for role, at in facts.placed.items():
         if at.pool not in pools:
             yield Problem(f"roles.{role}", f"roles.{role}.pool={at.pool!r}: no such pool.{nearest(at.pool, pools)}")
-        elif role in MODEL_ROLES and pools[at.pool].kind == "cpu":
+        elif role in facts.model_roles() and pools[at.pool].kind == "cpu":
             yield Problem(
                 f"roles.{role}",
                 f"roles.{role}.pool={at.pool!r} has kind 'cpu', whose processes have no device; {role} computes with "
@@ -95,8 +121,8 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
             size = getattr(at.layout, axis)
             if size in (1, unused):
                 continue
-            if role == "reward":
-                reason = "the reward role has no model to split"
+            if role not in facts.model_roles():
+                reason = f"the {role} role has no model to split"
             elif role == "rollout" and axis == "cp":
                 reason = "generation does not split sequences"
             elif role == "rollout" and axis == "pp":

@@ -64,13 +64,14 @@ LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "dppo_kl": ("old_log_probs", "clip_low", "clip_high"),
     "sft": (),
 }
+OPTIMIZERS = ("actor.optimizer", "critic.optimizer", "cost_critic.optimizer")
 KL_KINDS = ("k1", "k2", "k3", "low_var", "abs", "k1+", "k3+", "low_var+", "abs+")
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": tuple(DTYPE_BYTES),
     "pools.*.kind": ("device", "cpu"),
     "actor.recompute": ("none", "selective", "full"),
-    "actor.optimizer.schedule": ("constant", "linear", "cosine"),
+    **{f"{optimizer}.schedule": ("constant", "linear", "cosine") for optimizer in OPTIMIZERS},
     "actor.loss.name": tuple(LOSS_SETTINGS),
     "actor.loss.old_log_probs": ("log_probs", "rollout_log_probs", "own"),
     "actor.loss.aggregation": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
@@ -118,8 +119,28 @@ class Range:
 
 
 COUNT, NATURAL, POSITIVE, SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
+ANY = Range(-math.inf)
 # vLLM raises temperatures between 0 and 0.01 to 0.01.
 TEMPERATURE, TOP_P = Range(0.01, also=0), Range(0, 1, open_low=True)
+OPTIMIZER_RANGES: dict[str, Range] = {
+    "lr": POSITIVE,
+    "min_lr": NATURAL,
+    "beta1": Range(0, 1, open_high=True),
+    "beta2": Range(0, 1, open_high=True),
+    "eps": POSITIVE,
+    "weight_decay": NATURAL,
+    "clip_grad": NATURAL,
+    "warmup_steps": NATURAL,
+    "decay_steps": NATURAL,
+}
+SCORING_RANGES: dict[str, Range] = {
+    "components.*.weight": ANY,
+    "timeout": POSITIVE,
+    "solved_at": ANY,
+    "processes": COUNT,
+    "in_flight": COUNT,
+    "max_failed": SHARE,
+}
 RANGES: dict[str, Range] = {
     "steps": COUNT,
     "seed": Range(0, 2**32 - 1),
@@ -137,27 +158,20 @@ RANGES: dict[str, Range] = {
     "actor.micro_batch_size": COUNT,
     "actor.micro_batch_tokens": NATURAL,
     "actor.epochs": COUNT,
-    "actor.optimizer.lr": POSITIVE,
-    "actor.optimizer.min_lr": NATURAL,
-    "actor.optimizer.beta1": Range(0, 1, open_high=True),
-    "actor.optimizer.beta2": Range(0, 1, open_high=True),
-    "actor.optimizer.eps": POSITIVE,
-    "actor.optimizer.weight_decay": NATURAL,
-    "actor.optimizer.clip_grad": NATURAL,
-    "actor.optimizer.warmup_steps": NATURAL,
-    "actor.optimizer.decay_steps": NATURAL,
+    **{f"{optimizer}.{name}": allowed for optimizer in OPTIMIZERS for name, allowed in OPTIMIZER_RANGES.items()},
     "actor.loss.clip_low": SHARE,
     "actor.loss.clip_high": NATURAL,
     "actor.loss.dual_clip": Range(1, open_low=True, also=0),
     "actor.loss.tau_positive": POSITIVE,
     "actor.loss.tau_negative": POSITIVE,
     "actor.loss.cov_share": SHARE,
-    "actor.loss.cov_low": Range(-math.inf),
-    "actor.loss.cov_high": Range(-math.inf),
+    "actor.loss.cov_low": ANY,
+    "actor.loss.cov_high": ANY,
     "actor.loss.cov_kl_coef": NATURAL,
     "actor.loss.scale": NATURAL,
     "actor.loss.entropy_coef": NATURAL,
     "actor.loss.kl_coef": NATURAL,
+    **{f"{critic}.{name}": NATURAL for critic in ("critic", "cost_critic") for name in ("clip", "warmup_steps")},
     "rollout.n": COUNT,
     "rollout.max_prompt_tokens": COUNT,
     "rollout.max_tokens": COUNT,
@@ -167,12 +181,7 @@ RANGES: dict[str, Range] = {
     "rollout.sampling.temperature": TEMPERATURE,
     "rollout.sampling.top_p": TOP_P,
     "rollout.sampling.top_k": NATURAL,
-    "reward.components.*.weight": Range(-math.inf),
-    "reward.timeout": POSITIVE,
-    "reward.solved_at": Range(-math.inf),
-    "reward.processes": COUNT,
-    "reward.in_flight": COUNT,
-    "reward.max_failed": SHARE,
+    **{f"{role}.{name}": allowed for role in ("reward", "cost") for name, allowed in SCORING_RANGES.items()},
     "evaluate.every": NATURAL,
     "evaluate.size": NATURAL,
     "evaluate.n": COUNT,
@@ -191,6 +200,10 @@ RANGES: dict[str, Range] = {
     "preference.beta": POSITIVE,
     "preference.label_smoothing": Range(0, 0.5, open_high=True),
     "max_staleness": NATURAL,
+    "safety.cost_limit": ANY,
+    "safety.multiplier": POSITIVE,
+    "safety.multiplier_lr": NATURAL,
+    "safety.max_multiplier": POSITIVE,
     "algorithm.eps": NATURAL,
     "algorithm.gamma": SHARE,
     "algorithm.lam": SHARE,

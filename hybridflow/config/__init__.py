@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, PreferenceConfig
+from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, PreferenceConfig, SafetyConfig
 from hybridflow.config.algorithm import CorrectionConfig as CorrectionConfig
 from hybridflow.config.base import Settings
 from hybridflow.config.data import DataConfig, RewardConfig
@@ -192,6 +192,23 @@ class ActorConfig(Settings):
 
 
 @dataclass
+class CriticConfig(Settings):
+    """Training of a critic. Mini-batches, micro-batches and passes are those of ``actor``.
+
+    Attributes:
+        path: Hugging Face folder it begins from: a language model, whose new value head begins with zeros, or a
+            classifier with one label (a reward model), with its head; empty is ``model.path``.
+        clip: largest change of a value per step that still lowers the loss; 0 turns clipping off.
+        warmup_steps: first steps of the run in which the critic alone is trained.
+    """
+
+    path: str = ""
+    clip: float = 0.2
+    warmup_steps: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
 class SamplingConfig(Settings):
     """How tokens are drawn.
 
@@ -241,9 +258,9 @@ class MemoryConfig(Settings):
 
     Attributes:
         offload: what is not in memory while the rollout generates: ``gradients``; ``optimizer`` (moments and float32
-            copies); ``parameters`` of the actor; ``reference``, its weights. Gradients are dropped, and parameters are
-            taken back from the rollout's weights where these hold all of them; everything else waits in the host's
-            memory, or in a file where the device is a CPU.
+            copies); ``parameters`` of models in training; ``reference``, the weights of frozen models. Gradients are
+            dropped, and the actor's parameters are taken back from the rollout's weights where these hold all of them;
+            everything else waits in the host's memory, or in a file where the device is a CPU.
         keep_rollout: the rollout's weights and KV cache stay in memory while the actor trains.
         share_weights: parameters that are the same for actor and rollout, element for element, are in memory once.
             Updates then reach the rollout at once, so after an update it generates only once its weights were synced.
@@ -377,6 +394,11 @@ class PairsConfig(RunConfig):
 
 
 @dataclass
+class RewardModelConfig(PairsConfig):
+    """``examples/reward_model.py``; the actor is the reward model in training."""
+
+
+@dataclass
 class DPOConfig(PairsConfig):
     """``examples/dpo.py``."""
 
@@ -409,6 +431,27 @@ class GRPOConfig(RLConfig):
     """``examples/grpo.py``."""
 
     makes: ClassVar[tuple[str, ...] | None] = ()
+
+
+@dataclass
+class PPOConfig(RLConfig):
+    """``examples/ppo.py``."""
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+
+@dataclass
+class SafeRLHFConfig(PPOConfig):
+    """``examples/safe_rlhf.py``.
+
+    Attributes:
+        cost: what costs are made of, as ``reward``.
+        cost_critic: training of the critic of costs, as ``critic``.
+    """
+
+    cost: RewardConfig = field(default_factory=RewardConfig)
+    cost_critic: CriticConfig = field(default_factory=CriticConfig)
+    safety: SafetyConfig = field(default_factory=SafetyConfig)
 
 
 @dataclass

@@ -106,3 +106,20 @@ class PreferenceConfig(Settings):
 
     beta: float = 0.1
     label_smoothing: float = 0.0
+
+
+@dataclass
+class SafetyConfig(Settings):
+    """How much costs weigh against rewards (``hybridflow.algorithms.safety``).
+
+    Attributes:
+        cost_limit: the mean cost of an answer that is accepted.
+        multiplier: the Lagrange multiplier before the first step.
+        multiplier_lr: how fast its logarithm follows the excess of the mean cost over the limit.
+        max_multiplier: its upper bound.
+    """
+
+    cost_limit: float = 0.0
+    multiplier: float = 1.0
+    multiplier_lr: float = 0.1
+    max_multiplier: float = 5.0

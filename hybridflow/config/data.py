@@ -72,6 +72,8 @@ class RewardConfig(Settings):
         step_end: text that ends a step of an answer, such as a line end. Where it is given, the function says
             ``steps``, a score for each step in order, and ``algorithm.estimator=grpo_stepwise`` can be used.
         max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
+        path: Hugging Face folder of a reward model, a classifier with one label: its score of the whole text replaces
+            the functions; the role then needs a pool of kind ``device``. Empty means functions.
     """
 
     function: str = "hybridflow.rewards.verifiers:exact_match"
@@ -83,3 +85,4 @@ class RewardConfig(Settings):
     in_flight: int = 64
     step_end: str = ""
     max_failed: float = 0.5
+    path: str = ""

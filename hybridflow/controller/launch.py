@@ -17,12 +17,13 @@ from typing import Any
 from hybridflow import checks
 from hybridflow.algorithms.step import check_functions
 from hybridflow.checkpoint import CheckpointStore, resume_from
+from hybridflow.checks.base import SCORERS
 from hybridflow.checks.cluster import starts_ray_here
-from hybridflow.config import PairsConfig, RunConfig, SFTConfig
+from hybridflow.config import PairsConfig, RewardModelConfig, RunConfig, SFTConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
-from hybridflow.data.pairs import PairSource
+from hybridflow.data.pairs import ComparedPairSource, PairSource
 from hybridflow.data.prompts import PromptSource, SupervisedSource
 from hybridflow.errors import PlacementError
 from hybridflow.models.folder import check_model
@@ -49,8 +50,9 @@ def launch(config: RunConfig) -> Iterator[Run]:
     tokenizer = check_model(config)
     source = _source_kind(config)(config.data, tokenizer, config.rollout, config.seed)
     print(source.describe())
-    if config.roles.get("reward") is not None:
-        check_reward(config.reward)
+    for role in SCORERS:
+        if config.roles.get(role) is not None:
+            check_reward(getattr(config, role), role)
     store = CheckpointStore(plan.run_dir / "checkpoints", config.checkpoint.keep)
     resumed = resume_from(config.checkpoint.resume, store)
 
@@ -74,7 +76,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
 def _source_kind(config: RunConfig) -> type[PromptSource]:
     """What a driver's steps are made of: prompts, prompts with their answers, or pairs of answers."""
     if isinstance(config, PairsConfig):
-        return PairSource
+        return ComparedPairSource if isinstance(config, RewardModelConfig) else PairSource
     return SupervisedSource if isinstance(config, SFTConfig) else PromptSource
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridflow.config import RunConfig
+from hybridflow.checks.base import SCORERS
+from hybridflow.config import RewardModelConfig, RunConfig
 from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.pool import ResourcePool, build_pools
@@ -19,11 +20,16 @@ from hybridflow.resharding.layout import Layout
 # Import paths, not classes: what a role needs is imported in its device processes.
 WORKERS = {
     "actor": "hybridflow.workers.actor:ActorWorker",
+    "critic": "hybridflow.workers.critic:CriticWorker",
+    "cost_critic": "hybridflow.workers.critic:CriticWorker",
     "rollout": "hybridflow.workers.rollout:RolloutWorker",
     "reference": "hybridflow.workers.reference:ReferenceWorker",
     "teacher": "hybridflow.workers.teacher:TeacherWorker",
     "reward": "hybridflow.workers.reward:RewardWorker",
+    "cost": "hybridflow.workers.reward:RewardWorker",
 }
+REWARD_MODEL = "hybridflow.workers.reward_model:RewardModelWorker"
+REWARD_MODEL_IN_TRAINING = "hybridflow.workers.reward_model:RewardModelTrainer"
 # The order in which roles are built on a pool: the rollout finds the actor's engine there.
 ROLE_ORDER = tuple(WORKERS)
 
@@ -59,7 +65,7 @@ def make_groups(
         if placed is None:
             groups[role] = AbsentRole(role)
         else:
-            groups[role] = WorkerGroup(pools[placed.pool], role, WORKERS[role], layouts[role], config)
+            groups[role] = WorkerGroup(pools[placed.pool], role, worker_of(role, config), layouts[role], config)
     return groups
 
 
@@ -77,3 +83,10 @@ def join_pools(actor: WorkerGroup | AbsentRole, rollout: WorkerGroup | AbsentRol
         rollout.join_actor(actor.layout, address, blocking=False),
     )
     return True
+
+
+def worker_of(role: str, config: RunConfig) -> str:
+    """Import path of the class that a role's processes run."""
+    if role == "actor" and isinstance(config, RewardModelConfig):
+        return REWARD_MODEL_IN_TRAINING
+    return REWARD_MODEL if role in SCORERS and getattr(config, role).path else WORKERS[role]

@@ -21,10 +21,12 @@ from typing import Any
 
 from hybridflow.algorithms.evaluation import best_of
 from hybridflow.algorithms.kl import AdaptiveKL, controller_of
-from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, staleness
+from hybridflow.algorithms.metrics import batch_metrics, evaluation_metrics, pair_metrics, staleness
 from hybridflow.algorithms.step import KL_COEF
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan
+from hybridflow.checks.base import CRITICS
+from hybridflow.checks.placement import OWN_ROLES
 from hybridflow.config import RLConfig, RunConfig
 from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
@@ -48,14 +50,19 @@ class Run:
         plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
         stream: the prompts to come; ``steps`` takes ``data.prompts_per_step`` of them for each step.
-        actor, rollout, reference, teacher, reward: the roles' groups (an :class:`AbsentRole` where not placed).
+        state: numbers of the driver's own that checkpoints keep, such as a multiplier that it adapts.
+        actor, critic, cost_critic, rollout, reference, teacher, reward, cost: the roles' groups (an
+            :class:`AbsentRole` where not placed).
     """
 
     actor: WorkerGroup | AbsentRole
+    critic: WorkerGroup | AbsentRole
+    cost_critic: WorkerGroup | AbsentRole
     rollout: WorkerGroup | AbsentRole
     reference: WorkerGroup | AbsentRole
     teacher: WorkerGroup | AbsentRole
     reward: WorkerGroup | AbsentRole
+    cost: WorkerGroup | AbsentRole
 
     def __init__(
         self,
@@ -73,6 +80,7 @@ class Run:
             setattr(self, role, group)
         self._kl = controller_of(config.algorithm) if isinstance(config, RLConfig) else None
         self.step = 0
+        self.state: dict[str, float] = {}
         self.stop_reason = ""
         self._timer = Timer()
         self._apart = join_pools(self.actor, self.rollout)
@@ -117,7 +125,8 @@ class Run:
         pools = {group.pool.name: group.pool for group in self.groups.values() if isinstance(group, WorkerGroup)}
         counts = {name: Counter(place.node for place in pool.places) for name, pool in pools.items()}
         nodes = {name: ", ".join(f"{node} x {n}" for node, n in count.items()) for name, count in counts.items()}
-        absent = [f"not placed: {role}" for role, group in self.groups.items() if isinstance(group, AbsentRole)]
+        callable_roles = [role for role in self.groups if role not in OWN_ROLES or hasattr(self.config, role)]
+        absent = [f"not placed: {role}" for role in callable_roles if isinstance(self.groups[role], AbsentRole)]
         return "\n".join([self.plan.placement_table(nodes), *absent])
 
     def timer(self, name: str) -> AbstractContextManager[Any]:
@@ -128,7 +137,7 @@ class Run:
         """End a step: save, sync weights, evaluate and log, by the schedule in the config.
 
         Args:
-            metrics: what ``actor.update`` returned; a name without a slash is one of ``actor/``.
+            metrics: what ``update`` returned, of all roles; a name without a slash is one of ``actor/``.
             batch: everything the step produced; its columns give metrics and samples.
         """
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
@@ -141,7 +150,7 @@ class Run:
             found = {name.replace("rollout_vs_trainer/", "off_policy/"): value for name, value in found.items()}
         if self._kl and "reward/kl" in found:
             self._kl = self._kl.after(found["reward/kl"], len(batch))
-        if metrics.get("update_skipped"):
+        if any(value for name, value in metrics.items() if name.endswith("update_skipped")):
             reason = "its gradient norm is not finite, or all its tokens are masked"
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
         if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
@@ -180,10 +189,14 @@ class Run:
 
         Returns:
             See :func:`hybridflow.algorithms.metrics.evaluation_metrics`; empty where nothing is held out, or no rollout
-            or reward is placed.
+            or reward is placed. Held-out pairs are told apart by the actor's scores: ``evaluate/accuracy`` is the share
+            of them in which the chosen answer scores higher.
         """
         settings = self.config.evaluate
         prompts = self.source.held_out()
+        if "chosen" in prompts:
+            pairs = prompts[: 2 * settings.size or len(prompts)]
+            return self._evaluated(pair_metrics(pairs.union(self.actor.scores(pairs))))
         if not self.rollout or not self.reward or len(prompts) == 0:
             return {}
         self.sync_weights()
@@ -192,9 +205,12 @@ class Run:
         batch = batch.union(self.reward.score(batch))
         if self.config.tracking.rollouts_every:
             self.tracker.log_rollouts(self.step, batch, tag="evaluate")
-        found = evaluation_metrics(batch)
-        if settings.stop_at and found["evaluate/accuracy"] >= settings.stop_at:
-            self.stop(f"evaluate.stop_at={settings.stop_at} is reached")
+        return self._evaluated(evaluation_metrics(batch))
+
+    def _evaluated(self, found: dict[str, float]) -> dict[str, float]:
+        stop_at = self.config.evaluate.stop_at
+        if stop_at and found["evaluate/accuracy"] >= stop_at:
+            self.stop(f"evaluate.stop_at={stop_at} is reached")
         self._compare(found)
         return found
 
@@ -224,13 +240,15 @@ class Run:
             )
 
     def save(self) -> Path:
-        """Write a checkpoint of the finished step; ``<run>/model`` then points at its Hugging Face folder."""
+        """Write a checkpoint of the finished step; ``<run>/model`` then points at the actor's Hugging Face folder."""
         with self.store.writing(self.step) as folder:
             self.actor.save(str(folder.absolute()))
+            for role in CRITICS:
+                self.groups[role].save(str(folder.absolute() / role))
             # Prompts of steps that have only been started come again after a resume.
             position = self.stream.position - len(self._ahead) * self.config.data.prompts_per_step
             place = {"step": self.step, "position": position} | ({KL_COEF: self._kl.coef} if self._kl else {})
-            state = {**place, "order": self._order(), "schedule": self._schedule()}
+            state = {**place, "order": self._order(), "schedule": self._schedule(), "driver": self.state}
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")
         self._saved = self.step
@@ -258,10 +276,13 @@ class Run:
                 )
         self._warn_of_another_schedule(saved["schedule"])
         self.actor.load(str(folder.absolute()))
+        for role in CRITICS:
+            self.groups[role].load(str(folder.absolute() / role))
         self._begin(int(saved["step"]))
         self.stream.position = int(saved["position"])
         if isinstance(self._kl, AdaptiveKL):
             self._kl = replace(self._kl, coef=float(saved[KL_COEF]))
+        self.state = dict(saved.get("driver", {}))  # older checkpoints have none
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
         if changed := changed_settings(self.config, folder / "config.yaml"):

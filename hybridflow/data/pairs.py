@@ -50,6 +50,12 @@ class PairSource(SupervisedSource):
         return super()._collate(prompts, start).union(DataProto.from_dict({"chosen": chosen}))
 
 
+class ComparedPairSource(PairSource):
+    """Pairs to train on, and to be told apart: ``held_out`` gives pairs too."""
+
+    answered = ("train", "evaluate")
+
+
 def _with_answers(record: Any, where: str, config: DataConfig) -> Any:
     """The record with the chosen answer as its prompt's last message, and the rejected one's text as ``rejected``."""
     if not isinstance(record, Mapping) or record.get(config.chosen_key) is None:

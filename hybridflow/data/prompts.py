@@ -128,7 +128,8 @@ class PromptSource:
         Their order is random but always the same, so the first n of them are a fair and constant sample.
         """
         order = np.random.default_rng([self.seed, 2]).permutation(len(self._held_out))
-        return collate([self._held_out[i] for i in order])
+        prompts = [self._held_out[i] for i in order]
+        return self._collate(prompts, 0) if any(prompt.responses for prompt in prompts) else collate(prompts)
 
     def describe(self) -> str:
         """What was read, in one line."""
@@ -212,6 +213,9 @@ class SupervisedSource(PromptSource):
     bool, all true). ``held_out`` gives prompts alone, to be answered by the model and scored.
     """
 
+    answered: tuple[str, ...] = ("train",)
+    """Parts of the data whose rows have answers to learn."""
+
     def _collate(self, prompts: Sequence[Prompt], start: int) -> DataProto:
         responses = [torch.tensor(response, dtype=torch.int64) for prompt in prompts for response in prompt.responses]
         answers = DataProto.from_dict(
@@ -232,7 +236,7 @@ class SupervisedSource(PromptSource):
         return [str(answer)]
 
     def _responses(self, rows: Sequence[Row], part: str) -> list[tuple[list[int], ...]]:
-        if part != "train":
+        if part not in self.answered:
             return [()] * len(rows)
         special = special_ids(self.tokenizer)
         texts = [

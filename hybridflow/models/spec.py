@@ -10,7 +10,7 @@ ignore (a sliding window in use, an unknown rope type, quantised weights) is a M
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Architecture:
         own_head_dim: whether ``head_dim`` may differ from hidden_size / num_heads.
         rope_theta: base where the config names none; None makes it required, because engines disagree on the default.
         experts: whether each layer's MLP is a mixture of experts.
+        class_name: what the names of its transformers classes begin with.
     """
 
     qkv_bias: bool | str
@@ -37,17 +38,22 @@ class Architecture:
     head_dim: int | None
     own_head_dim: bool
     rope_theta: float | None
+    class_name: str
     experts: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("attention_bias", "attention_bias", "mlp_bias", False, None, True, 10000.0),
-    "qwen2": Architecture(True, False, False, False, None, False, None),
-    "qwen3": Architecture("attention_bias", "attention_bias", False, True, 128, True, None),
-    "qwen3_moe": Architecture("attention_bias", "attention_bias", False, True, None, True, None, experts=True),
+    "llama": Architecture("attention_bias", "attention_bias", "mlp_bias", False, None, True, 10000.0, "Llama"),
+    "qwen2": Architecture(True, False, False, False, None, False, None, "Qwen2"),
+    "qwen3": Architecture("attention_bias", "attention_bias", False, True, 128, True, None, "Qwen3"),
+    "qwen3_moe": Architecture(
+        "attention_bias", "attention_bias", False, True, None, True, None, "Qwen3Moe", experts=True
+    ),
 }
 
 NO_EXPERTS: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "norm_topk_prob": False}
+# Classes whose head gives scores instead of logits of tokens, and whether the head has a bias.
+SCORING: dict[str, bool] = {"ForTokenClassification": True, "ForSequenceClassification": False}
 # The constants of "llama3" scaling that megatron-core builds in; the factor is free.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -64,6 +70,9 @@ class ModelSpec:
         norm_topk_prob: the chosen experts' weights are the softmax over them, else their part of that over all.
         rope_scaling: None, or ``{"rope_type": "llama3", "factor": ..., ...}``.
         tied: the output layer is the embedding; the checkpoint then has no ``lm_head.weight``.
+        scores: in place of the output layer stands ``score``, which gives one number a token: a critic's value, a
+            reward model's score.
+        score_bias: whether it has a bias.
         qkv_bias, o_bias, mlp_bias: which linear layers carry a bias.
         eos_token_ids: ids that end a text, from generation_config.json where it names any, else from config.json.
         raw: config.json as read.
@@ -82,6 +91,8 @@ class ModelSpec:
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(hash=False)
     tied: bool
+    scores: bool
+    score_bias: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -123,6 +134,7 @@ class ModelSpec:
             heads = f"num_attention_heads={num_heads}"
             raise ModelError(f"{where}: {heads} is no multiple of num_key_value_heads={num_kv_heads}.")
         rope_theta, rope_scaling = read.rope(architecture)
+        scoring = read.scoring()
         return cls(
             architecture=name,
             num_layers=read.size("num_hidden_layers"),
@@ -136,7 +148,9 @@ class ModelSpec:
             rms_eps=read.number("rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", False)) and not scoring,
+            scores=bool(scoring),
+            score_bias=bool(config.get("token_classification_bias", True)) and SCORING.get(scoring, False),
             qkv_bias=read.flag(architecture.qkv_bias),
             o_bias=read.flag(architecture.o_bias),
             mlp_bias=read.flag(architecture.mlp_bias),
@@ -146,6 +160,18 @@ class ModelSpec:
             pad_token_id=config.get("pad_token_id"),
             raw=config,
         )
+
+    def scoring(self, kind: str) -> ModelSpec:
+        """The same model with a ``score`` head, as a config.json says it; itself where it has one already.
+
+        Args:
+            kind: key of ``SCORING``.
+        """
+        if self.scores:
+            return self
+        labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+        raw = {**self.raw, "architectures": [ARCHITECTURES[self.architecture].class_name + kind], **labels}
+        return replace(self, tied=False, scores=True, score_bias=SCORING[kind], raw=raw)
 
 
 class _Reader:
@@ -212,6 +238,15 @@ class _Reader:
             "experts_per_token": chosen,
             "norm_topk_prob": bool(self.config.get("norm_topk_prob", False)),
         }
+
+    def scoring(self) -> str:
+        """Which kind of ``SCORING`` the class is, "" for a language model."""
+        named = (self.config.get("architectures") or [""])[0]
+        kind = next((kind for kind in SCORING if named.endswith(kind)), "")
+        labels = len(self.config.get("id2label") or (0, 1))  # transformers' default is two
+        if kind and labels != 1:
+            raise ModelError(f"{self.where}: {named} has {labels} labels (id2label): only one is supported, a score.")
+        return kind
 
     def rope(self, architecture: Architecture) -> tuple[float, dict[str, Any] | None]:
         """Base and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (4)."""

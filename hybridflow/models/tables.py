@@ -22,6 +22,7 @@ from hybridflow.resharding.layout import Coordinates, ParallelLayout
 
 VLLM_VOCAB_MULTIPLE = 64
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+SCORE, SCORE_BIAS = "score.weight", "score.bias"
 
 
 def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -55,7 +56,9 @@ def hf_table(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
     shapes[FINAL_NORM] = (hidden,)
-    if not spec.tied:
+    if spec.scores:
+        shapes |= {SCORE: (1, hidden), **({SCORE_BIAS: (1,)} if spec.score_bias else {})}
+    elif not spec.tied:
         shapes[LM_HEAD] = (spec.vocab_size, hidden)
     return shapes
 
@@ -116,7 +119,9 @@ def megatron_table(
     if at.pp == layout.pp - 1:
         last = chunk_prefix(layout, layout.vpp - 1)
         build.copy(f"{last}decoder.final_layernorm.weight", FINAL_NORM)
-        if not (spec.tied and layout.pp == 1):
+        for tensor in [SCORE] * spec.scores + [SCORE_BIAS] * spec.score_bias:
+            build.copy(f"{last}{tensor}", tensor)
+        if not (spec.scores or (spec.tied and layout.pp == 1)):
             build.vocabulary(f"{last}output_layer.weight", EMBEDDING if spec.tied else LM_HEAD, padded_vocab)
     return build.table
 

@@ -13,7 +13,7 @@ count those of GPT, for the longest rows that the settings allow: an upper bound
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_tab
 from hybridflow.resharding.layout import Coordinates, GenerationLayout, Layout, ParallelLayout, training_of
 
 SITUATIONS = ("update", "sync", "generate")
-TRAINED, FROZEN, ROLLOUT = ("actor", "critic"), ("reference",), "rollout"
+TRAINED, FROZEN, ROLLOUT = ("actor", "critic", "cost_critic"), ("reference", "teacher", "reward", "cost"), "rollout"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 LOGIT_CHUNK_BYTES = 256 * 2**20
@@ -76,10 +76,13 @@ class DeviceMemory:
         return max(((s, self.total(s, bounds=bounds)) for s in SITUATIONS), key=lambda item: item[1])
 
 
-def estimate(config: RunConfig, spec: ModelSpec, layouts: dict[str, Layout], process_bytes: int) -> list[DeviceMemory]:
-    """The fullest device of each pool that has one of the model's roles.
+def estimate(
+    config: RunConfig, specs: Mapping[str, ModelSpec], layouts: dict[str, Layout], process_bytes: int
+) -> list[DeviceMemory]:
+    """The fullest device of each pool that has a role with a model.
 
     Args:
+        specs: of the placed roles that have a model.
         layouts: of the placed roles.
         process_bytes: what a process holds before any model, libraries and their buffers.
 
@@ -89,10 +92,10 @@ def estimate(config: RunConfig, spec: ModelSpec, layouts: dict[str, Layout], pro
     found = []
     for pool in dict.fromkeys(at.pool for at in config.roles.values() if at is not None):
         here = {role: layout for role, layout in layouts.items() if _pool_of(config, role) == pool}
-        models = {role: here[role] for role in (*TRAINED, *FROZEN, ROLLOUT) if role in here}
+        models = {role: here[role] for role in (*TRAINED, *FROZEN, ROLLOUT) if role in here and role in specs}
         if not models:
             continue
-        device = _Device(config, spec, models)
+        device = _Device(config, specs, models)
         size = next(iter(models.values())).world_size
         # Ranks of the same stages hold the same amounts.
         stages = {device.stages(rank): rank for rank in reversed(range(size))}
@@ -107,8 +110,8 @@ def estimate(config: RunConfig, spec: ModelSpec, layouts: dict[str, Layout], pro
 class _Device:
     """The roles of one pool; its methods give the parts of one rank."""
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, models: dict[str, Layout]) -> None:
-        self.config, self.spec, self.models = config, spec, models
+    def __init__(self, config: RunConfig, specs: Mapping[str, ModelSpec], models: dict[str, Layout]) -> None:
+        self.config, self.specs, self.models = config, specs, models
         self.item = DTYPE_BYTES[config.model.dtype]
         self.takes_turns = ROLLOUT in models and "actor" in models
         self._counts: dict[tuple[str, int], tuple[int, int]] = {}
@@ -130,29 +133,27 @@ class _Device:
     def _trained(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
         dense, expert = self._parameters(role, layout, at)
         distributed = getattr(self.config, role).optimizer.distributed
-        yield self._part(f"{role}.parameters", (dense + expert) * self.item, "parameters", in_sync=True)
+        yield self._part(f"{role}.parameters", (dense + expert) * self.item, "parameters", in_sync=role == "actor")
         yield self._part(f"{role}.gradients", gradient_bytes(dense + expert), "gradients")
         state = optimizer_bytes(dense, expert, layout, self.item, distributed)
         yield self._part(f"{role}.optimizer", state, "optimizer")
-        settings = getattr(self.config, role)
-        longest = self.longest
+        # Micro-batches are the actor's in every role.
+        settings, spec, longest = self.config.actor, self.specs[role], self.longest
         tokens = min(
             settings.micro_batch_tokens or settings.micro_batch_size * longest,
             self._rows_of_an_update(layout.dp, settings.mini_batch_size) * longest,
         )
-        kept = activation_bytes(
-            self.spec, layout, at.pp, tokens, self.item, settings.recompute, settings.sequence_parallel
-        )
+        kept = activation_bytes(spec, layout, at.pp, tokens, self.item, settings.recompute, settings.sequence_parallel)
         yield Part(f"{role}.activations", update=kept, bound=True)
-        if at.pp == layout.pp - 1 and role == "actor":
+        if at.pp == layout.pp - 1 and not spec.scores:
             wanted = tokens * self.config.rollout.max_tokens // longest
-            yield Part(f"{role}.logits", update=logit_bytes(self.spec, layout.tp, wanted), bound=True)
+            yield Part(f"{role}.logits", update=logit_bytes(spec, layout.tp, wanted), bound=True)
 
     def _frozen(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
         yield self._part(f"{role}.parameters", sum(self._parameters(role, layout, at)) * self.item, "reference")
 
     def _rollout(self, layout: GenerationLayout) -> Iterator[Part]:
-        limits, spec = self.config.rollout, self.spec
+        limits, spec = self.config.rollout, self.specs[ROLLOUT]
         away = self.takes_turns and not self.config.memory.keep_rollout
         table = vllm_table(spec, layout.tp, 0, layout.ep)
         weights = sum(_size(p.shape) for p in table.values()) * self.item
@@ -182,7 +183,8 @@ class _Device:
     def _parameters(self, role: str, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
         """Elements of a rank outside of experts and in experts."""
         if (role, at.pp) not in self._counts:
-            table = megatron_table(self.spec, layout, at, padded_vocab_size(self.spec, layout.tp))
+            spec = self.specs[role]
+            table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
             sizes = {name: _size(parameter.shape) for name, parameter in table.items()}
             expert = sum(size for name, size in sizes.items() if ".experts." in name)
             self._counts[role, at.pp] = sum(sizes.values()) - expert, expert

@@ -6,7 +6,7 @@ a :class:`Part`, and the parts stand in a fixed order of slots:
     slot              training    generation
     GRADIENTS         held        away
     OPTIMIZER         held        away
-    FROZEN            held        away          weights of frozen models
+    FROZEN            held        away          weights of models that the rollout takes nothing from
     ROLLOUT_WEIGHTS   away        held          restoring them is the transition of weights
     PARAMETERS        held        away          of the model that the rollout's weights are taken from
     KV_CACHE          away        held

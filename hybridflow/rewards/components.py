@@ -17,12 +17,16 @@ SCORE = "score"
 """Name of the function's own part beside those of the components."""
 
 
-def components_of(config: RewardConfig) -> list[Component]:
-    """``reward.function``, then the components in the order of the configuration; one that is null is left out."""
+def components_of(config: RewardConfig, where: str = "reward") -> list[Component]:
+    """The function, then the components in the order of the configuration; one that is null is left out.
+
+    Args:
+        where: name of the settings, ``reward`` or ``cost``.
+    """
     return [
-        Component("reward", config.function, config.options),
+        Component(where, config.function, config.options),
         *(
-            Component(f"reward.components.{name}", part.function, part.options)
+            Component(f"{where}.components.{name}", part.function, part.options)
             for name, part in config.components.items()
             if part is not None
         ),
@@ -34,13 +38,13 @@ def weights_of(config: RewardConfig) -> dict[str, float]:
     return {name: part.weight for name, part in config.components.items() if part is not None}
 
 
-def check_reward(config: RewardConfig) -> None:
+def check_reward(config: RewardConfig, where: str = "reward") -> None:
     """Import every function, so that a run fails before anything is started.
 
     Raises:
         RewardError: names the setting, and what is there instead.
     """
-    for component in components_of(config):
+    for component in components_of(config, where):
         Call(component)
 
 

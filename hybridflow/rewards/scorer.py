@@ -48,18 +48,22 @@ class Scores:
 
 
 class Scorer:
-    """Scores batches by ``reward.function`` and ``reward.components``; starts the scoring processes when it is built.
+    """Scores batches by a function and components; starts the scoring processes when it is built.
+
+    Args:
+        config: the function and how it is called.
+        where: name of these settings, for messages.
 
     Raises:
         RewardError: where a function cannot be used.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, where: str = "reward") -> None:
         if not 0 <= config.max_failed <= 1:
-            raise RewardError(f"reward.max_failed={config.max_failed} is a share: choose 0 to 1.")
-        self.config = config
+            raise RewardError(f"{where}.max_failed={config.max_failed} is a share: choose 0 to 1.")
+        self.config, self.where = config, where
         self._weights = weights_of(config)
-        self._pool = ScorePool(components_of(config), config.timeout, config.processes, config.in_flight)
+        self._pool = ScorePool(components_of(config, where), config.timeout, config.processes, config.in_flight)
 
     def score(
         self, prompts: Sequence[Any], responses: Sequence[str], ground_truth: Sequence[Any], **columns: Sequence[Any]
@@ -106,9 +110,10 @@ class Scorer:
         raise RewardError(
             f"{len(errors)} of {len(outcomes)} answers could not be scored by "
             f"{', '.join(part.function for part in components_of(self.config))}; "
-            f"reward.max_failed={self.config.max_failed:g} "
+            f"{self.where}.max_failed={self.config.max_failed:g} "
             f"accepts {math.floor(self.config.max_failed * len(outcomes))}. First reason: "
-            f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise reward.timeout or reward.max_failed."
+            f"{errors[0]}. Most frequent: {counts}. Mend the function, or raise {self.where}.timeout or "
+            f"{self.where}.max_failed."
         )
 
 

@@ -1,53 +1,36 @@
-"""The policy in training: log-probabilities, updates, checkpoints.
+"""The policy in training: log-probabilities and the configured loss.
 
 Where it stands: its engine's weights are what the rollout receives at each sync. The weight version is its count of
-training steps. Invariant: an update's result depends on the rows of each mini-batch alone, and which rows these are on
-the batch as the driver gave it: not on ranks, micro-batches or padding.
+training steps.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.distributed import TCPStore
-from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.metrics import mismatch
-from hybridflow.algorithms.objective import OWN, columns_of, mask_column, objective
-from hybridflow.data.batching import by_work, by_work_of_updates, update_rows
+from hybridflow.algorithms.objective import OWN, columns_of, objective
+from hybridflow.data.batching import by_work
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.transfer import PADDED_ROWS, Protocol
+from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.hybrid import TRAINING
 from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.workers.base import register
-from hybridflow.workers.policy import PolicyWorker, rows_of
 from hybridflow.workers.sync import WeightSync
-
-if TYPE_CHECKING:
-    from hybridflow.engines.megatron.batch import MicroBatch
+from hybridflow.workers.trained import TrainedWorker
 
 
-NUM_ROWS = "num_rows"
-"""Key in ``meta_info`` of an update's batch: its number of rows before it was spread."""
-
-
-def number_rows(batch: DataProto) -> DataProto:
-    """The batch with ``row_ids``: the number of each row in the driver's batch, int64 [B]."""
-    rows = len(batch)
-    return batch.union(DataProto.from_dict({"row_ids": torch.arange(rows)}, meta_info={NUM_ROWS: rows}))
-
-
-class ActorWorker(PolicyWorker):
+class ActorWorker(TrainedWorker):
     """Trains the policy with the loss named by ``actor.loss.name``."""
 
     def setup(self) -> None:
-        config = self.context.config
-        rows = config.data.prompts_per_step * config.rollout.n
-        updates = config.actor.epochs * (rows // (config.actor.mini_batch_size or rows))
-        self.build_engine(config.actor.optimizer, total_updates=config.steps * updates)
+        settings = self.context.config.actor
+        self.with_entropy = bool(settings.loss.entropy_coef)
+        self._compared: list[torch.Tensor] = []
+        self.build_trained(settings.optimizer)
 
     @register(Protocol.THREE_D, uneven="balance", spread=by_work)
     def log_probs(self, batch: DataProto) -> DataProto | None:
@@ -62,81 +45,40 @@ class ActorWorker(PolicyWorker):
         """
         if self.context.config.actor.loss.old_log_probs == OWN:
             return DataProto()
-        scored = self.score(batch)
-        return scored and DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
+        scored = self.score_tokens(batch)
+        return None if scored is None else DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
 
-    @register(Protocol.THREE_D, prepare=number_rows, uneven="balance", spread=by_work_of_updates)
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """Train on the batch: ``epochs`` passes, one optimizer update a mini-batch.
-
-        Args:
-            batch: ``prompts``, ``responses``, ``response_mask`` (or ``loss_mask``, which says which of its tokens
-                train), and what ``actor.loss`` reads: see :func:`.objective.columns_of`.
-
-        Returns:
-            Means over the updates and over all data-parallel ranks (the same on each): the loss and its parts,
-            ``grad_norm``, ``lr``, ``update_skipped`` (also where all tokens of a mini-batch are masked), ``updates``.
-            Ranks without the model's last pipeline stage know the last four alone.
-        """
-        self.context.phases.enter(TRAINING)
-        config, meta = self.context.config, batch.meta_info
-        here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
-        place = {row: at for at, row in enumerate(here)}
-        history: dict[str, list[float]] = defaultdict(list)
-        for epoch in range(config.actor.epochs):
-            for rows in update_rows(meta[NUM_ROWS], config, int(meta.get("step", 0)), epoch):
-                for name, value in self._update_once(batch, [place[row] for row in rows if row in place]).items():
-                    history[name].append(value)
-        metrics = {name: sum(values) / len(values) for name, values in history.items()}
-        return {**metrics, "updates": float(len(history["grad_norm"]))}
-
-    def _update_once(self, batch: DataProto, rows: list[int]) -> dict[str, float]:
-        """One optimizer update on this rank's rows of a mini-batch, maybe none."""
+    def columns(self, offered: Collection[str]) -> tuple[str, ...]:
+        """What ``actor.loss`` reads, see :func:`.objective.columns_of`; to compare with, the rollout's where the
+        trainer's log-probabilities are the update's own."""
         settings = self.context.config.actor.loss
-        mask = mask_column(batch.keys())
-        masks = rows_of(batch, mask)
-        masks = [masks[i] for i in rows]
-        counts = [float(sum(m.sum() for m in masks)), float(sum(bool(m.any()) for m in masks))]
-        num_tokens, num_sequences = self.engine.sum_over_replicas(counts)
-        if not num_tokens:
-            return {"loss": 0.0, "update_skipped": 1.0}
-        columns = {key: rows_of(batch, key) for key in columns_of(settings, batch.keys())}
-        compare = settings.old_log_probs == OWN and "rollout_log_probs" in batch
-        if compare:
-            columns["rollout_log_probs"] = rows_of(batch, "rollout_log_probs")
-        compared: list[torch.Tensor] = []
+        compared = settings.old_log_probs == OWN and "rollout_log_probs" in offered
+        return (*columns_of(settings, offered), *(["rollout_log_probs"] if compared else []))
 
-        def loss_of(
-            log_probs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            padded = {key: _padded(column, micro) for key, column in columns.items()}
-            loss, metrics = objective(log_probs, entropy, padded, micro.mask, settings, num_tokens, num_sequences)
-            if compare:
-                both = torch.stack([padded["rollout_log_probs"], log_probs.detach()])[:, micro.mask].cpu()
-                compared.append(both)
-                # The mean of -log p over tokens drawn from p.
-                metrics.setdefault("entropy", -both[1].sum())
-            return loss, metrics
+    def loss(
+        self,
+        answers: Sequence[torch.Tensor],
+        columns: Mapping[str, torch.Tensor],
+        mask: torch.Tensor,
+        num_tokens: float,
+        num_sequences: float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        settings, (log_probs, entropy) = self.context.config.actor.loss, answers
+        loss, metrics = objective(log_probs, entropy, columns, mask, settings, num_tokens, num_sequences)
+        if settings.old_log_probs == OWN and "rollout_log_probs" in columns:
+            both = torch.stack([columns["rollout_log_probs"], log_probs.detach()])[:, mask].cpu()
+            self._compared.append(both)
+            # The mean of -log p over tokens drawn from p.
+            metrics.setdefault("entropy", -both[1].sum())
+        return loss, metrics
 
-        sums, stepped = self.engine.update(
-            self.cut(batch, mask, rows),
-            loss_of,
-            temperature=float(batch.meta_info.get("temperature", 1.0)),
-            with_entropy=bool(settings.entropy_coef),
-        )
-        if not self.engine.answers:
-            return stepped
-        totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
-        metrics = {
-            name: total if name == "loss" else total / num_tokens for name, total in zip(sums, totals, strict=True)
-        }
-        return {**metrics, **stepped, **(self._compare(compared) if compare else {})}
-
-    def _compare(self, compared: list[torch.Tensor]) -> dict[str, float]:
-        """How far the rollout's log-probabilities are from the trainer's, over all replicas' tokens."""
-        mine = torch.cat(compared, dim=1) if compared else torch.empty(2, 0)
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """Also how far the rollout's log-probabilities are from the update's own, over all replicas' tokens."""
+        if not self._compared:
+            return means
+        mine, self._compared = torch.cat(self._compared, dim=1), []
         rollout, trainer = torch.cat(self.engine.gather_over_replicas(mine), dim=1)
-        return {f"rollout_vs_trainer/{name}": value for name, value in mismatch(rollout, trainer).items()}
+        return means | {f"rollout_vs_trainer/{name}": value for name, value in mismatch(rollout, trainer).items()}
 
     @register(Protocol.ONE_TO_ALL)
     def serve_store(self, host: str) -> tuple[str, int] | None:
@@ -173,25 +115,3 @@ class ActorWorker(PolicyWorker):
         """
         self.context.phases.enter(TRAINING)
         return self._sync.run(version)
-
-    @register(Protocol.ONE_TO_ALL)
-    def save(self, folder: str) -> None:
-        """Write weights (``folder/model``, a Hugging Face folder), optimizer state and counters."""
-        from hybridflow.engines.megatron import checkpoint
-
-        self.context.phases.enter(TRAINING)
-        checkpoint.save(self.engine, folder, self.context.config.model)
-
-    @register(Protocol.ONE_TO_ALL)
-    def load(self, folder: str) -> None:
-        """Continue from what :meth:`save` wrote."""
-        from hybridflow.engines.megatron import checkpoint
-
-        self.context.phases.enter(TRAINING)
-        checkpoint.load(self.engine, folder)
-
-
-def _padded(column: Sequence[torch.Tensor], micro: MicroBatch) -> torch.Tensor:
-    """The micro-batch's rows of a column as [b, T], on its device."""
-    rows = [column[i] for i in micro.rows]
-    return (pad_sequence(rows, batch_first=True) if rows else column[0].new_zeros(0, 0)).to(micro.mask.device)

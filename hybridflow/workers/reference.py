@@ -6,10 +6,10 @@ from hybridflow.data.batching import by_work
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import register
-from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.model import ModelWorker
 
 
-class ReferenceWorker(PolicyWorker):
+class ReferenceWorker(ModelWorker):
     """Scores responses under the weights the run started from."""
 
     def setup(self) -> None:
@@ -25,5 +25,5 @@ class ReferenceWorker(PolicyWorker):
         Returns:
             ``ref_log_probs``: jagged float32, the responses' lengths.
         """
-        scored = self.score(batch)
-        return scored and DataProto.from_dict(tensors={"ref_log_probs": scored[0]})
+        scored = self.score_tokens(batch)
+        return None if scored is None else DataProto.from_dict(tensors={"ref_log_probs": scored[0]})

@@ -1,4 +1,4 @@
-"""The reward role: texts of answers to rewards.
+"""The roles reward and cost: texts of answers to numbers.
 
 Where it stands: after the rollout, on a pool of ``kind: cpu`` or beside other roles. Invariant: no answer can stop a
 batch; see :mod:`hybridflow.rewards.scorer` for what a failing one gets.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.config import RewardConfig
 from hybridflow.data.chat import decode
 from hybridflow.errors import RewardError
 from hybridflow.models.tokenizer import load_tokenizer
@@ -20,18 +21,19 @@ from hybridflow.rewards.scorer import Scorer, Scores
 from hybridflow.rewards.steps import step_numbers
 from hybridflow.workers.base import Worker, register
 
-OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error", "answer"})
+OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error", "reward_components", "answer"})
 
 
 class RewardWorker(Worker):
-    """Scores answers by ``reward.function`` and ``reward.components`` in processes of its own."""
+    """Scores answers by the function and the components of the role's settings, in processes of its own."""
 
     scorer: Scorer | None = None
 
     def setup(self) -> None:
         config = self.context.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        self.scorer = Scorer(config.reward)
+        self.settings: RewardConfig = getattr(config, self.context.role)
+        self.scorer = Scorer(self.settings, self.context.role)
 
     @register(Protocol.DP, uneven="balance")
     def score(self, batch: DataProto) -> DataProto:
@@ -47,10 +49,11 @@ class RewardWorker(Worker):
             ``reward_components``: a dict of each answer's scores before weights, None where scoring failed. With
             ``reward.step_end`` also ``step_scores`` (jagged float32, one for each step) and ``step_ids`` (jagged
             int64, the responses' lengths). ``meta_info["metrics"]`` as in
-            :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``.
+            :class:`hybridflow.rewards.scorer.Scores`, each as ``reward/<name>``. The role ``cost`` gives
+            ``costs``, ``cost_error`` and ``cost_components`` alone, and ``cost/<name>``.
 
         Raises:
-            RewardError: if more than ``reward.max_failed`` of this process's answers could not be scored, or if
+            RewardError: if more than ``max_failed`` of this process's answers could not be scored, or if
                 ``reward.step_end`` is given and the function says no steps.
         """
         assert self.scorer is not None, "setup() has to run first"
@@ -61,16 +64,9 @@ class RewardWorker(Worker):
         }
         messages, ground_truth = (list(batch.non_tensor_batch[key]) for key in ("messages", "ground_truth"))
         scores = self.scorer.score(messages, texts, ground_truth, **columns)
-        answer = DataProto.from_dict(
-            tensors={
-                "rewards": torch.tensor(scores.rewards, dtype=torch.float32),
-                "solved": torch.tensor(scores.solved, dtype=torch.bool),
-            },
-            non_tensors={"response_text": texts, "reward_error": scores.errors, "answer": scores.answers}
-            | ({"reward_components": scores.components} if self.context.config.reward.components else {}),
-            meta_info={"metrics": {f"reward/{name}": value for name, value in scores.metrics.items()}},
-        )
-        return answer.union(self._steps(ids, scores)) if self.context.config.reward.step_end else answer
+        answer = columns_of(self.context.role, scores, texts)
+        steps = self.settings.step_end and self.context.role == "reward"
+        return answer.union(self._steps(ids, scores)) if steps else answer
 
     def _steps(self, ids: Sequence[torch.Tensor], scores: Scores) -> DataProto:
         """The scores of the steps, and the step of each token; -1 where the function has given none."""
@@ -97,3 +93,16 @@ class RewardWorker(Worker):
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
+
+
+def columns_of(role: str, scores: Scores, texts: Sequence[str]) -> DataProto:
+    """Scores as the columns of the role ``reward`` or ``cost``; see :meth:`RewardWorker.score`."""
+    tensors = {f"{role}s": torch.tensor(scores.rewards, dtype=torch.float32)}
+    objects: dict[str, Sequence[Any]] = {f"{role}_error": scores.errors}
+    if scores.components:
+        objects[f"{role}_components"] = scores.components
+    if role == "reward":
+        tensors["solved"] = torch.tensor(scores.solved, dtype=torch.bool)
+        objects |= {"response_text": texts, "answer": scores.answers}
+    metrics = {f"{role}/{name}": value for name, value in scores.metrics.items()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"metrics": metrics})

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from hybridflow.algorithms.losses import LOSSES
-from hybridflow.algorithms.objective import AGGREGATIONS, aggregate, columns_of, mask_column, objective
+from hybridflow.algorithms.objective import (
+    AGGREGATIONS,
+    aggregate,
+    columns_of,
+    explained_variance,
+    mask_column,
+    objective,
+    value_objective,
+)
 from hybridflow.config import LossConfig
 from hybridflow.errors import ConfigError, DataError
 
@@ -169,3 +177,22 @@ def test_a_loss_of_the_users_own_is_the_objective(tmp_path):
     assert objective(x, x, columns, mask, config, 1, 1)[0].item() == pytest.approx(3 * (1 + 4))
     with pytest.raises(DataError, match=r"loss is \[\] for a mask \[1, 2\]"):
         objective(x, x, columns, mask, LossConfig(name=f"{file}:wrong"), 1, 1)
+
+
+def test_the_value_objective_is_the_same_in_pieces_and_its_metrics_are_by_hand():
+    values, old = torch.tensor([[1.0, 2.0], [0.5, torch.nan]]), torch.tensor([[0.0, 2.0], [0.5, 0.0]])
+    returns, mask = torch.tensor([[2.0, 1.0], [0.0, torch.inf]]), torch.tensor([[True, True], [True, False]])
+    loss, sums = value_objective(values, old, returns, mask, 0.25, 3.0)
+    # (1 - 2)^2 = 1, clipped (0.25 - 2)^2 = 3.0625; (2 - 1)^2 = 1; (0.5 - 0)^2 = 0.25; halves, over 3 tokens.
+    assert loss.item() == pytest.approx((3.0625 + 1 + 0.25) / 6)
+    parts = [value_objective(*(x[i : i + 1] for x in (values, old, returns, mask)), 0.25, 3.0) for i in (0, 1)]
+    assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item())
+    means = {name: sum(float(s[name]) for _, s in parts) / 3 for name in sums}
+    found = explained_variance(means)
+    # Returns 2, 1, 0 have variance 2/3; errors 1, -1, -0.5 have 2.25/3 - (0.5/3)^2.
+    expected = 1 - (2.25 / 3 - 0.25 / 9) / (2 / 3)
+    assert found == pytest.approx(
+        {"clip_fraction": 1 / 3, "value": 3.5 / 3, "return": 1.0, "explained_variance": expected}
+    )
+    constant = explained_variance({"return": 2.0, "return_square": 4.0, "error": 1.0, "error_square": 2.0})
+    assert constant == {"return": 2.0, "explained_variance": 0.0}

@@ -151,7 +151,7 @@ def test_kl_in_the_reward_takes_the_reference(checked: Callable[..., Plan]) -> N
         ("actor.loss.aggregation=token-mean", "actor.loss.aggregation='token-mean': DPO's gradient is that of 'seq-"),
         (
             "actor.mini_batch_size=64",
-            "2 updates a step = actor.epochs * rows / actor.mini_batch_size = 1 * 128 / 64: DPO weighs answers by the "
+            "2 updates a step = actor.epochs * rows / actor.mini_batch_size = 1 * 128 / 64: answers are weighed by the "
             "weights before the step, which holds for one update. Set actor.epochs=1 and actor.mini_batch_size=0;",
         ),
         ("roles.reference=null", "roles.reference is not placed. Give it as roles.reference={pool: NAME}."),

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules behind the one that refuses what a role cannot use."""
-    monkeypatch.setattr(placement, "AVAILABLE_AXES", dict.fromkeys(placement.MODEL_ROLES, tuple(placement.AXES)))
+    monkeypatch.setattr(placement, "AVAILABLE_AXES", dict.fromkeys(placement.ROLES, tuple(placement.AXES)))
+
+
+WITH_CRITIC = ("ppo", "safe_rlhf")
 
 
 def options_of(group: str) -> list[str]:
@@ -42,17 +45,24 @@ def options_of(group: str) -> list[str]:
             for option in options_of(group)
         ),
         *((DRIVER_OF.get(option, "grpo"), f"algorithm={option}") for option in options_of("algorithm")),
-        *((name, f"placement={option}") for name in DRIVERS for option in options_of("placement")),
+        *(
+            (name, f"placement={option}")
+            for name in DRIVERS
+            for option in options_of("placement")
+            if (name in WITH_CRITIC or option != "colocate_critic")
+            and (name == "reward_model") == (option == "trainer")
+        ),
     ],
 )
 def test_every_shipped_config_passes(name: str, override: str, folder: Path, checked: Callable[..., Plan]) -> None:
     needs = {"placement=colocate_reference": ["actor.loss.kl_coef=0.1"], "data=arithmetic": ["data.options={}"]}
-    more = needs.get(override, [])
+    critic = ["roles.critic={pool: train}"] if name in WITH_CRITIC else []
+    more = [*critic, *needs.get(override, [])]
     if name == "one_step_off" and override.startswith("placement=") and override != "placement=disaggregate":
         more = [*more, "max_staleness=0"]
     plan = checked(override, *more, name=name)
     assert plan.warnings == ()
-    assert set(plan.layouts) >= {"actor", "rollout", "reward"}
+    assert set(plan.layouts) >= ({"actor"} if name == "reward_model" else {"actor", "rollout", "reward"})
 
 
 def test_every_group_of_the_configs_is_tested() -> None:
@@ -228,7 +238,7 @@ def test_a_tracker_that_is_not_installed_names_the_extra(refused, monkeypatch: p
     [
         (
             "roles.critc={pool: train}",
-            "roles.critc: there is no role 'critc'.  Known: actor, reference, reward, rollout, teacher.",
+            "roles.critc: there is no role 'critc'. Did you mean 'critic'? Known: actor, cost, ",
         ),
         ("roles.rolout={pool: train}", "there is no role 'rolout'. Did you mean 'rollout'?"),
         ("roles.reward=null", "roles.reward is not placed. Give it as roles.reward={pool: NAME}. Pools: cpu, train."),

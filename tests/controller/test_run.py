@@ -240,3 +240,13 @@ def test_describe_shows_the_placement_with_the_nodes_and_what_is_absent(pool: Re
     assert lines[2].split() == ["main", "[2]", "device", "actor", "tp1", "pp1", "cp1", "dp2", node, "x", "2"]
     assert lines[4].split() == ["cpu", "[1]", "cpu", "reward", "tp1", "pp1", "cp1", "dp1", node, "x", "1"]
     assert lines[-1] == "not placed: reference"
+
+
+def test_a_checkpoint_keeps_what_the_driver_adapts(tmp_path: Path) -> None:
+    run, _ = run_of(tmp_path)
+    run.state["multiplier"] = 2.5
+    saved = run.save()
+    resumed, _ = run_of(tmp_path, "checkpoint.resume=auto")
+    assert resumed.state == {}
+    resumed.restore(saved)
+    assert resumed.state == {"multiplier": 2.5}

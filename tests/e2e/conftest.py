@@ -9,6 +9,8 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
     apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
     remax (1 device, 12 steps), distill (1 + 1 devices, 8 steps), dpo (1 device, 12 steps)      learning
+    ppo (2 devices, 14 steps), pieces (3 of its steps)      a critic, its warm-up, learning; other micro-batches
+    reward_model (1 device) -> safe (1 device, 2 steps)     pairs told apart; the model as reward, costs, a multiplier
 
 Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead, dpo and
 remax.
@@ -25,7 +27,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.drivers import DAPO, DISTILL, DPO, GRPO, ONE_STEP_OFF, REMAX, SFT, Driver, Ended, survivors, value_of
+from tests.e2e.drivers import (
+    DAPO,
+    DISTILL,
+    DPO,
+    GRPO,
+    ONE_STEP_OFF,
+    PPO,
+    REMAX,
+    REWARD_MODEL,
+    SAFE_RLHF,
+    SFT,
+    Driver,
+    Ended,
+    survivors,
+    value_of,
+)
 
 HERE = Path(__file__).parent
 REWARD = HERE / "reward.py"
@@ -171,6 +188,48 @@ def distill(start: Callable[..., Driver], overrides: list[str], folder: Path) ->
     save_file(weights, folder / "teacher" / "model.safetensors", metadata={"format": "pt"})
     teacher = [f"teacher.path={folder / 'teacher'}", "data.prompts_per_step=8"]
     return to_its_end(start(DISTILL, overrides, *LEARNING, *teacher, "name=distill", "steps=8"))
+
+
+@pytest.fixture(scope="session")
+def ppo_runs(start: Callable[..., Driver], overrides: list[str]) -> tuple[Finished, Finished]:
+    """From random weights, with a reward that such a model learns; the first steps again in other micro-batches, on one
+    device."""
+    reward = [f"reward.function={REWARD}:even", "reward.solved_at=0.6"]
+    learning = ["actor.optimizer.lr=2e-3", "actor.optimizer.warmup_steps=0", "critic.optimizer.lr=2e-3"]
+    # Rounding of near-zero gradients is not to become a whole step of Adam.
+    learning += ["actor.optimizer.eps=1e-4", "critic.optimizer.eps=1e-4", "critic.warmup_steps=2"]
+    given = [*reward, *learning, "rollout.n=4", "actor.mini_batch_size=8", "evaluate.at_start=false"]
+    ppo = start(PPO, overrides, *given, "name=ppo", "steps=14", "pools.train.devices=[2]", "actor.micro_batch_size=8")
+    pieces = start(PPO, overrides, *given, "name=pieces", "steps=3", "actor.micro_batch_size=3")
+    return to_its_end(ppo), to_its_end(pieces)
+
+
+@pytest.fixture(scope="session")
+def reward_model(start: Callable[..., Driver], overrides: list[str], folder: Path) -> Finished:
+    """Of pairs that are told apart by their letters, a fifth of them held out."""
+    rows = [
+        {"prompt": f"{a}+{a + 13}=", "chosen": str(2 * a + 13), "rejected": f"{chr(97 + a % 26)}{a % 7}x"}
+        for a in range(10, 210)
+    ]
+    (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"data.train={folder / 'letters.jsonl'}", "data.evaluate=''", "data.evaluate_share=0.2"]
+    more = ["name=reward-model", "steps=12", "evaluate.every=4", "data.prompts_per_step=16", "actor.micro_batch_size=5"]
+    learning = ["actor.optimizer.warmup_steps=0", "actor.optimizer.lr=2e-3", "checkpoint.every=12"]
+    return to_its_end(start(REWARD_MODEL, overrides, *data, *more, *learning))
+
+
+@pytest.fixture(scope="session")
+def safe(start: Callable[..., Driver], overrides: list[str], reward_model: Finished) -> Finished:
+    """The reward model scores, on the devices; what answers cost is their size."""
+    model = reward_model.run_dir / "model"
+    given = [f"reward.path={model}", f"critic.path={model}", "roles.reward.pool=train", "reward.solved_at=0"]
+    costs = [f"cost.function={REWARD}:size", "cost.options={}", "safety.cost_limit=4", "safety.multiplier=0.5"]
+    return to_its_end(start(SAFE_RLHF, overrides, *given, *costs, "name=safe", "steps=2", "rollout.n=2"))
+
+
+@pytest.fixture(scope="session")
+def ppo(ppo_runs: tuple[Finished, Finished]) -> Finished:
+    return ppo_runs[0]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 
 from hybridflow.errors import ModelError
 from hybridflow.models.spec import ModelSpec
+from hybridflow.models.tables import hf_table
 from tests.models.oracle import BASE, EXPERTS, make_spec
 from tests.tiny_models import save_tiny_model
 
@@ -166,3 +167,39 @@ def test_a_spec_is_a_value():
     spec = make_spec()
     assert pickle.loads(pickle.dumps(spec)) == spec == make_spec()
     assert hash(spec) == hash(make_spec())
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "bias"),
+    [
+        ("ForTokenClassification", {}, True),
+        ("ForTokenClassification", {"token_classification_bias": False}, False),
+        ("ForSequenceClassification", {}, False),
+    ],
+)
+def test_a_classifier_with_one_label_scores_tokens(kind, more, bias):
+    labels = {"architectures": [f"Qwen3{kind}"], "id2label": {"0": "LABEL_0"}, "tie_word_embeddings": True}
+    spec = make_spec("qwen3", **labels, **more)
+    assert (spec.scores, spec.score_bias, spec.tied) == (True, bias, False)
+    assert spec.scoring("ForTokenClassification") is spec
+    shapes = hf_table(spec)
+    assert shapes["score.weight"] == (1, 24) and shapes.get("score.bias") == ((1,) if bias else None)
+    assert "lm_head.weight" not in shapes
+
+
+def test_a_language_model_becomes_one_that_scores_and_its_config_says_so():
+    policy = make_spec("qwen3_moe", tie_word_embeddings=True)
+    assert not policy.scores and policy.tied
+    critic = policy.scoring("ForTokenClassification")
+    assert (critic.scores, critic.score_bias, critic.tied) == (True, True, False)
+    assert critic.raw["architectures"] == ["Qwen3MoeForTokenClassification"]
+    assert ModelSpec.from_config(critic.raw) == critic
+
+
+def test_a_classifier_with_several_labels_is_refused():
+    for labels, count in (({}, 2), ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3)):
+        with pytest.raises(ModelError) as caught:
+            make_spec("llama", architectures=["LlamaForSequenceClassification"], **labels)
+        assert str(caught.value) == (
+            f"config: LlamaForSequenceClassification has {count} labels (id2label): only one is supported, a score."
+        )

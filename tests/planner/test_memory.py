@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow import compose
-from hybridflow.config import GRPOConfig, RunConfig
+from hybridflow.config import GRPOConfig, PPOConfig, RoleConfig, RunConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.planner.memory import (
     GIB,
@@ -46,7 +46,7 @@ def estimated(given: list[str]) -> Callable[..., DeviceMemory]:
         config: RunConfig = compose.load("grpo", GRPOConfig, [*given, *roles, *overrides])
         layouts: dict[str, Layout] = {"actor": training, "rollout": training.generation(tp=1)}
         layouts |= {"reference": training} if reference else {}
-        (found,) = estimate(config, spec(), layouts, process_bytes=1000)
+        (found,) = estimate(config, dict.fromkeys(layouts, spec()), layouts, process_bytes=1000)
         return found
 
     return run
@@ -74,6 +74,22 @@ def test_what_is_not_offloaded_stays(estimated: Callable[..., DeviceMemory]) -> 
     assert found["actor.optimizer"] == (8 * MODEL,) * 3
     assert found["reference.parameters"] == (4 * MODEL,) * 3
     assert found["rollout.kv_cache"] == (GIB // 4,) * 3
+
+
+def test_a_critic_has_a_head_of_its_own_and_is_away_while_weights_travel(given: list[str]) -> None:
+    config: RunConfig = compose.load("ppo", PPOConfig, [*given, "memory.offload=[gradients,parameters]"])
+    one = ParallelLayout()
+    layouts: dict[str, Layout] = {"actor": one, "critic": one, "rollout": one.generation(tp=1), "reward": one}
+    specs = {"actor": spec(), "critic": spec().scoring("ForTokenClassification"), "rollout": spec()}
+    config.roles["reward"] = RoleConfig(pool="train")
+    (device,) = estimate(config, specs, layouts, process_bytes=0)
+    found, size = bytes_of(device), MODEL - EMBEDDING + 128 + 1
+    assert found["critic.parameters"] == (4 * size, 0, 0)
+    assert found["critic.optimizer"] == (8 * size,) * 3
+    assert "critic.activations" in found and "critic.logits" not in found
+    assert not any(name.startswith("reward.") for name in found), "functions have no model"
+    (device,) = estimate(config, {**specs, "reward": specs["critic"]}, layouts, process_bytes=0)
+    assert bytes_of(device)["reward.parameters"] == (4 * size,) * 3
 
 
 def test_the_total_is_the_sum_of_the_parts_with_or_without_bounds() -> None:
@@ -144,7 +160,7 @@ def test_a_model_of_billions_is_estimated_in_no_time(tmp_path: Path, given: list
     training = ParallelLayout(tp=4, dp=2)
     config = compose.load("grpo", GRPOConfig, [*given, f"model.path={path}", "model.dtype=bfloat16"])
     layouts: dict[str, Layout] = {"actor": training, "rollout": training.generation(tp=2)}
-    (device,) = estimate(config, ModelSpec.from_folder(path), layouts, process_bytes=0)
+    (device,) = estimate(config, dict.fromkeys(layouts, ModelSpec.from_folder(path)), layouts, process_bytes=0)
     found = bytes_of(device)
     assert found["actor.parameters"][0] * 4 / 2 == pytest.approx(8.19e9, rel=0.001)
     assert found["actor.optimizer"][0] == pytest.approx(12 * 8.19e9 / 4 / 2, rel=0.001)

@@ -1,4 +1,4 @@
-"""A model on megatron-core for one role: log-probabilities, updates, and its weights by name.
+"""A model on megatron-core for one role: log-probabilities or values, updates, and its weights by name.
 
 Where it stands: workers hold one engine each; it is the only thing they know of megatron-core. Every method enters the
 engine's own layout, so engines of several roles live in one process.
@@ -22,9 +22,10 @@ from hybridflow.engines.megatron.model import build_model
 from hybridflow.engines.megatron.optimizer import Optimizer
 from hybridflow.engines.megatron.packing import pack
 from hybridflow.engines.megatron.parallel import ModelParallel
+from hybridflow.errors import ModelError
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
-from hybridflow.models.tables import chunk_prefix, megatron_table, padded_vocab_size
+from hybridflow.models.tables import SCORE, SCORE_BIAS, chunk_prefix, megatron_table, padded_vocab_size
 from hybridflow.platform import current
 from hybridflow.resharding.boxes import ParameterBoxes
 from hybridflow.resharding.layout import ParallelLayout
@@ -36,8 +37,8 @@ from megatron.core.distributed import (  # isort: skip
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
-# (log_probs [b, T], entropy [b, T], micro-batch) -> (scalar share of the loss, metric sums)
-LossOf = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (the head's answers [b, T] one by one, micro-batch) -> (scalar share of the loss, metric sums)
+LossOf = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class MegatronEngine:
@@ -52,6 +53,11 @@ class MegatronEngine:
         total_updates: optimizer updates of the run, for decaying schedules.
         sequence_parallel: tensor-parallel ranks share the tokens between their linear layers.
         recompute: what backward computes again instead of keeping: ``none``, ``selective`` or ``full``.
+        scoring: for a model whose head gives one number a token: what kind (key of :data:`.spec.SCORING`) it becomes
+            where the folder holds a language model. The new head begins with zeros. "" is a language model.
+
+    Raises:
+        ModelError: the folder holds a model that scores, and a language model is wanted.
 
     Attributes:
         token_multiple: micro-batches have a multiple of this many tokens, so that ranks can share them evenly.
@@ -70,8 +76,12 @@ class MegatronEngine:
         seed: int = 0,
         sequence_parallel: bool = True,
         recompute: str = "none",
+        scoring: str = "",
     ) -> None:
-        self.spec = ModelSpec.from_folder(folder)
+        stored = ModelSpec.from_folder(folder)
+        if stored.scores and not scoring:
+            raise ModelError(f"{folder}: {stored.raw['architectures'][0]} scores texts; a language model is needed.")
+        self.spec = stored.scoring(scoring) if scoring else stored
         self.changes = 0
         self.layout, self.dtype, self.device = layout, dtype, current().device()
         self.parallel = ModelParallel(layout, seed)
@@ -85,10 +95,22 @@ class MegatronEngine:
             self.models: list[torch.nn.Module] = [*chunks]
             for module in chunks:
                 module.requires_grad_(optimizer is not None)
-            load_parameters(folder, self.table, self.parameters())
+            self._load(folder, stored)
             self.optimizer = None
             if optimizer is not None:
                 self._train(optimizer, total_updates)
+
+    def _load(self, folder: str, stored: ModelSpec) -> None:
+        """Fill the parameters; those that the stored model lacks, of a new head, with zeros."""
+        parameters = self.parameters()
+        new = {
+            name
+            for name, boxes in self.table.items()
+            if not stored.scores and any(box.tensor in (SCORE, SCORE_BIAS) for box in boxes.boxes)
+        }
+        for name in new:
+            parameters.pop(name).zero_()
+        load_parameters(folder, {name: boxes for name, boxes in self.table.items() if name not in new}, parameters)
 
     def _train(self, settings: OptimizerConfig, total_updates: int) -> None:
         """Wrap the model for training and build its optimizer."""
@@ -122,7 +144,7 @@ class MegatronEngine:
 
     @property
     def answers(self) -> bool:
-        """Whether this rank holds the last pipeline stage, which alone knows log-probabilities and losses."""
+        """Whether this rank holds the last pipeline stage, which alone knows the head's answers and losses."""
         return self.parallel.coordinates.pp == self.layout.pp - 1
 
     def optimizer_states(self) -> tuple[dict[str, ParameterBoxes], dict[str, dict[str, torch.Tensor]]]:
@@ -130,14 +152,15 @@ class MegatronEngine:
         with self.parallel:
             return self._trained().states(self.table)
 
-    def log_probs(
+    def score(
         self, micro_batches: Sequence[MicroBatch], temperature: float = 1.0, with_entropy: bool = True
     ) -> list[torch.Tensor]:
         """Score tokens with the current weights.
 
         Returns:
-            One ``[2, N]`` float32 tensor a micro-batch, log-probability and entropy of its wanted tokens row by row;
-            an empty list on ranks that do not hold the last pipeline stage.
+            One float32 tensor a micro-batch, for its wanted tokens row by row: ``[2, N]`` log-probability and entropy,
+            or ``[1, N]`` of a model with a ``scoring`` head. An empty list on ranks that do not hold the last pipeline
+            stage.
         """
         with self.parallel, torch.no_grad():
             return self._run(
@@ -150,7 +173,7 @@ class MegatronEngine:
         """One optimizer update over the given micro-batches, at least one.
 
         Experts that are spread over data-parallel ranks compute the tokens of all of them, so those ranks give equal
-        numbers of micro-batches here and in :meth:`log_probs`.
+        numbers of micro-batches here and in :meth:`score`.
 
         Returns:
             Sums of the losses' metrics over this rank's micro-batches (``loss`` among them; empty on ranks that do not
@@ -160,7 +183,7 @@ class MegatronEngine:
         self.changes += 1
 
         def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            value, metrics = loss_of(micro.unflatten(output[0]), micro.unflatten(output[1]), micro)
+            value, metrics = loss_of(*map(micro.unflatten, output), micro)
             # The count is ignored: see _finalize.
             return value, torch.zeros((), dtype=torch.int), {"loss": value.detach(), **metrics}
 

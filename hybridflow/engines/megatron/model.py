@@ -1,4 +1,4 @@
-"""The policy as a megatron-core GPT model whose forward ends in log-probabilities.
+"""A megatron-core GPT model whose forward ends in numbers of wanted tokens: a policy's log-probabilities, or values.
 
 Built from a :class:`ModelSpec`; weights come in by ``models/hf_io``. It takes packed streams, see ``packing.py``. The
 last stage never returns logits: it selects the positions that predict a wanted token and turns their hidden states into
@@ -69,10 +69,8 @@ class OutputWithoutBias(OutputWithBias):
     BIAS = False
 
 
-class PolicyModel(GPTModel):
-    """A GPT model, or a pipeline stage of one, that answers with log-probabilities of given tokens."""
-
-    valid_vocab: int
+class PackedModel(GPTModel):
+    """A GPT model, or a pipeline stage of one, that takes a packed stream; subclasses are its heads."""
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any
@@ -94,16 +92,15 @@ class PolicyModel(GPTModel):
         temperature: float,
         with_entropy: bool,
     ) -> torch.Tensor:
-        """Score the wanted tokens of a stream.
+        """Answer for the wanted tokens of a stream.
 
         Args:
             input_ids, position_ids, targets: [t] int64, the whole stream; -1 where nothing is wanted.
             packing: which tokens this rank holds.
-            temperature: divides the logits.
-            with_entropy: also give the entropy, else zeros.
+            temperature, with_entropy: see :class:`PolicyModel`.
 
         Returns:
-            On the last pipeline stage [2, N] float32: log-probability and entropy of the N positions with
+            On the last pipeline stage [k, N] float32: the k answers of the head for the N positions with
             ``targets >= 0`` in the order of the stream, the same on all tensor- and context-parallel ranks. On earlier
             stages hidden states [t / c, 1, h] of this rank's tokens, of which a sequence-parallel rank holds its part.
         """
@@ -126,13 +123,44 @@ class PolicyModel(GPTModel):
             return answers
         # Each rank fills in its own; all see all, and a gradient goes back to whom it belongs.
         numbers = ((targets >= 0).cumsum(0) - 1)[here][wanted]
-        everyones = answers.new_zeros(2, int((targets >= 0).sum())).index_copy(1, numbers, answers)
+        everyones = answers.new_zeros(len(answers), int((targets >= 0).sum())).index_copy(1, numbers, answers)
         return reduce_from_tensor_model_parallel_region(everyones, group=self.pg_collection.cp)
 
     def _score(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
     ) -> torch.Tensor:
-        """[N, h], [N] -> [2, N], in chunks."""
+        """[N, h], [N] -> [k, N]."""
+        raise NotImplementedError
+
+
+class ValueModel(PackedModel):
+    """Answers [1, N] with ``score`` of the state in which each wanted token was chosen: the token itself is not seen.
+
+    Whole on every rank of the last stage, in place of the output layer. Temperature and entropy mean nothing to it.
+    """
+
+    def replace_head(self, bias: bool) -> None:
+        """Put ``score`` where the output layer is."""
+        del self.output_layer
+        self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=bias, dtype=self.config.params_dtype)
+
+    def _score(self, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+        bias = None if self.score.bias is None else self.score.bias.float()
+        return F.linear(hidden.float(), self.score.weight.float(), bias).T
+
+
+class PolicyModel(PackedModel):
+    """Answers [2, N] with log-probability and entropy of each wanted token.
+
+    Logits are divided by ``temperature``; without ``with_entropy`` zeros stand in place of the entropy.
+    """
+
+    valid_vocab: int
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+    ) -> torch.Tensor:
+        """In chunks."""
         chunk = max(1, LOGIT_CHUNK_BYTES // (4 * self.vocab_size // self.pg_collection.tp.size()))
         if len(targets) <= chunk:
             return self._head(hidden, targets, temperature, with_entropy)
@@ -233,7 +261,7 @@ def build_model(
     valid_vocab: int,
     sequence_parallel: bool = True,
     recompute: str = "none",
-) -> list[PolicyModel]:
+) -> list[PackedModel]:
     """This rank's part of the model, one module a virtual stage, weights uninitialised. Call inside ``parallel``.
 
     Args:
@@ -257,7 +285,7 @@ def build_model(
     cpu.install()  # modules imported lazily by the specs
     chunks = []
     for chunk in range(layout.vpp):
-        model = PolicyModel(
+        model = (ValueModel if spec.scores else PolicyModel)(
             config,
             TransformerBlockSubmodules(
                 layer_specs=[layer] * (spec.num_layers // (layout.pp * layout.vpp)),
@@ -274,9 +302,12 @@ def build_model(
             rope_scaling_factor=(spec.rope_scaling or {}).get("factor", 1.0),
             vp_stage=chunk if layout.vpp > 1 else None,
         )
-        model.valid_vocab = valid_vocab
+        if isinstance(model, PolicyModel):
+            model.valid_vocab = valid_vocab
+        elif model.post_process:
+            model.replace_head(spec.score_bias)
         _mark_shards(model)
-        if model.post_process and config.sequence_parallel:
+        if model.post_process and config.sequence_parallel and not spec.scores:
             # Its input is gathered already, and each rank's gradient of it is a part of a sum.
             model.output_layer.sequence_parallel, model.output_layer.allreduce_dgrad = False, True
         chunks.append(model.to(current().device()))

@@ -165,7 +165,7 @@ def score(engine: Any, case: Case, data: Data | None = None) -> torch.Tensor | N
     import torch.distributed as dist
 
     micros = cut(engine, case, masked=False, data=data)
-    answers = engine.log_probs(micros, TEMPERATURE)
+    answers = engine.score(micros, TEMPERATURE)
     found: dict[int, torch.Tensor] = {}
     for micro, answer in zip(micros, answers, strict=False):
         for row, values in zip(micro.rows, answer.split(micro.mask.sum(1).tolist(), dim=1), strict=True):

@@ -1,4 +1,4 @@
-"""What the actor and the reference share: a language model on megatron-core that scores responses.
+"""What roles with a model share: a model on megatron-core that scores the tokens of responses.
 
 Where it stands: between a batch's jagged columns and the engine's micro-batches. Invariants: rows come back in the
 order they came; data-parallel ranks run the same number of micro-batches, because their models may compute together.
@@ -27,21 +27,28 @@ if TYPE_CHECKING:
     from hybridflow.engines.megatron.engine import MegatronEngine
 
 
-class PolicyWorker(Worker):
-    """A role with one :class:`MegatronEngine`."""
+class ModelWorker(Worker):
+    """A role with one :class:`MegatronEngine`. Its micro-batches are cut as ``actor`` says."""
 
     engine: MegatronEngine
 
-    def build_engine(self, optimizer: OptimizerConfig | None, total_updates: int = 1, path: str = "") -> None:
-        """Load the model of a folder, ``model.path`` where ``path`` is empty. Collective."""
+    def build_engine(
+        self, optimizer: OptimizerConfig | None, total_updates: int = 1, path: str = "", scoring: str = ""
+    ) -> None:
+        """Load the model. Collective.
+
+        Args:
+            path: its folder; "" is ``model.path``.
+            scoring: see :class:`MegatronEngine`.
+        """
         # Here, not above: the driver imports this module for its signatures and must stay free of megatron-core.
         from hybridflow.engines.megatron.engine import MegatronEngine
 
         config = self.context.config
-        folder = path or config.model.path
-        spec = ModelSpec.from_folder(folder)
+        self.path = path or config.model.path
+        spec = ModelSpec.from_folder(self.path)
         self.engine = MegatronEngine(
-            folder=folder,
+            folder=self.path,
             layout=training_of(self.context.layout),
             dtype=getattr(torch, config.model.dtype),
             valid_vocab=vocabulary_size(config.model.tokenizer_path or config.model.path, spec.vocab_size),
@@ -50,12 +57,13 @@ class PolicyWorker(Worker):
             seed=config.seed,
             sequence_parallel=config.actor.sequence_parallel,
             recompute=config.actor.recompute,
+            scoring=scoring,
         )
         self._add_parts()
 
     def _add_parts(self) -> None:
-        """What of this model leaves the memory while the rollout generates; the actor's parameters are the rollout's
-        own matter, see :class:`hybridflow.workers.sync.Handover`."""
+        """What of this model leaves the memory while the rollout generates; parameters that the rollout takes over are
+        its own matter, see :class:`hybridflow.workers.sync.Handover`."""
         memory, role = self.context.config.memory, self.context.role
         moves: dict[str, tuple[Slot, Callable[[MegatronEngine], Iterable[torch.Tensor]], bool]] = {}
         if self.engine.optimizer is None:
@@ -63,6 +71,8 @@ class PolicyWorker(Worker):
         else:
             moves["gradients"] = Slot.GRADIENTS, offload.gradients, False
             moves["optimizer"] = Slot.OPTIMIZER, offload.optimizer_state, True
+            if self.engine.spec.scores:
+                moves["parameters"] = Slot.FROZEN, offload.parameters, True
         for kind in memory.offload:
             if kind in moves:
                 slot, tensors, kept = moves[kind]
@@ -94,21 +104,25 @@ class PolicyWorker(Worker):
             for cut in cuts
         ]
 
-    def score(self, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Log-probability and entropy of every response token, jagged float32 [B, j] on the CPU.
+    def score_tokens(self, batch: DataProto, mask: str | None = None) -> tuple[torch.Tensor, ...] | None:
+        """The answers of the model's head for response tokens, each jagged float32 [B, j] on the CPU.
 
-        None on ranks without the model's last pipeline stage, whose answer nobody collects.
+        Log-probability and entropy of a language model, the value of a model that scores; None on ranks without the
+        model's last pipeline stage, whose answer nobody collects.
+
+        Args:
+            mask: as for :meth:`cut`.
         """
         self.context.phases.enter(TRAINING)
-        micros = self.cut(batch, mask=None)
-        answers = self.engine.log_probs(micros, float(batch.meta_info.get("temperature", 1.0)))
+        micros = self.cut(batch, mask)
+        answers = self.engine.score(micros, float(batch.meta_info.get("temperature", 1.0)))
         if not self.engine.answers:
             return None
         scored: list[torch.Tensor] = [torch.empty(0)] * len(batch)
         for micro, answer in zip(micros, answers, strict=True):
             for row, values in zip(micro.rows, answer.split(micro.mask.sum(dim=1).tolist(), dim=1), strict=True):
                 scored[row] = values.cpu()
-        return DataProto.jagged([x[0] for x in scored]), DataProto.jagged([x[1] for x in scored])
+        return tuple(DataProto.jagged(list(column)) for column in zip(*scored, strict=True))
 
 
 def rows_of(batch: DataProto, key: str) -> Sequence[torch.Tensor]:
