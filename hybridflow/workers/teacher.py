@@ -7,10 +7,10 @@ from hybridflow.data.batching import by_work
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import register
-from hybridflow.workers.policy import PolicyWorker
+from hybridflow.workers.model import ModelWorker
 
 
-class TeacherWorker(PolicyWorker):
+class TeacherWorker(ModelWorker):
     """Scores responses under the weights of ``teacher.path``."""
 
     def setup(self) -> None:
@@ -27,5 +27,5 @@ class TeacherWorker(PolicyWorker):
         Returns:
             ``teacher_log_probs``: jagged float32, the responses' lengths.
         """
-        scored = self.score(batch)
-        return scored and DataProto.from_dict(tensors={"teacher_log_probs": scored[0]})
+        scored = self.score_tokens(batch)
+        return None if scored is None else DataProto.from_dict(tensors={"teacher_log_probs": scored[0]})
