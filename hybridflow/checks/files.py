@@ -198,15 +198,24 @@ def data_exists(facts: Facts) -> Iterator[Problem]:
             f"data.options={data.options} is ignored: it is for {REASONING_GYM}<task>. Empty it with data.options={{}}."
         )
         yield Problem("data.options", text, warning=True)
-    if not data.evaluate and data.evaluate_share == 0:
-        if facts.config.evaluate.stop_at:
-            yield Problem(
-                "evaluate.stop_at",
-                f"evaluate.stop_at={facts.config.evaluate.stop_at} needs held-out prompts. Set data.evaluate, or "
-                "data.evaluate_share above 0.",
-            )
-        else:
-            yield Problem("data.evaluate", "nothing is held out, so the run is not evaluated.", warning=True)
+
+
+@rule("data", "roles")
+def what_waits_for_evaluations_gets_them(facts: Facts) -> Iterator[Problem]:
+    config, data = facts.config, facts.config.data
+    evaluate, keep_best = config.evaluate, config.checkpoint.keep_best
+    waiting = {"evaluate.stop_at": evaluate.stop_at, "evaluate.patience": evaluate.patience}
+    waiting = {path: value for path, value in {**waiting, "checkpoint.keep_best": keep_best}.items() if value}
+    absent = [role for role in ("rollout", "reward") if role not in facts.placed]
+    for path, value in waiting.items():
+        text = f"{path}={str(value).lower()}"
+        if not data.evaluate and data.evaluate_share == 0:
+            needs = "held-out prompts. Set data.evaluate, or data.evaluate_share above 0."
+            yield Problem(path, f"{text} needs {needs}")
+        elif absent:
+            yield Problem(path, f"{text} is ignored: without roles.{absent[0]} nothing is evaluated.", warning=True)
+    if not waiting and not data.evaluate and data.evaluate_share == 0:
+        yield Problem("data.evaluate", "nothing is held out, so the run is not evaluated.", warning=True)
 
 
 @rule()

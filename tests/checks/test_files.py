@@ -92,6 +92,13 @@ def test_a_wrong_file_name_is_told_the_nearest(refused: Callable[..., str], fold
 def test_stopping_by_accuracy_needs_held_out_prompts(refused: Callable[..., str]) -> None:
     text = refused("data.evaluate=''", "data.evaluate_share=0", "evaluate.stop_at=0.5")
     assert text.startswith("evaluate.stop_at=0.5 needs held-out prompts.")
+    more = refused("data.evaluate=''", "data.evaluate_share=0", "evaluate.patience=2", "checkpoint.keep_best=true")
+    assert "evaluate.patience=2 needs held-out prompts." in more and "checkpoint.keep_best=true needs held-out" in more
+
+
+def test_waiting_for_evaluations_that_nobody_makes_is_warned_of(checked: Callable[..., Plan]) -> None:
+    plan = checked("roles.reward=null", "~pools.cpu", "evaluate.stop_at=0", "checkpoint.keep_best=true", name="sft")
+    assert plan.warnings == ("checkpoint.keep_best=true is ignored: without roles.reward nothing is evaluated.",)
 
 
 @pytest.mark.parametrize("setting", ["model.path", "data.train", "checkpoint.resume"])
