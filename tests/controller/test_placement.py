@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
-from hybridflow.config import PoolConfig
+from hybridflow.config import PoolConfig, PPOConfig, RewardConfig, RewardModelConfig, SafeRLHFConfig
+from hybridflow.controller.placement import REWARD_MODEL, REWARD_MODEL_IN_TRAINING, WORKERS, worker_of
 from hybridflow.controller.pool import Node, ResourcePool, build_pools, choose_nodes
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.workers.base import Worker, registrations
+
+
+def imported(path: str) -> type[Worker]:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)
 
 
 def node(name: str, cpus: float, gpus: float = 0, **taken: dict[str, float]) -> Node:
@@ -86,3 +95,15 @@ def test_cores_left_open_are_shared_over_the_smallest_node(monkeypatch: pytest.M
     assert "has 64, of which pools with a cores_per_device hold 64: (64 - 64) / 6 = 0 cores each" in str(error.value)
     with pytest.raises(PlacementError, match=r"\(64 - 0\) / 999 = 0.0641 cores each.*at least 0.1"):
         build_pools({"train": PoolConfig(devices=[999])})
+
+
+def test_every_role_has_a_class_and_a_model_may_score_in_place_of_functions():
+    classes = {path: imported(path) for path in (*WORKERS.values(), REWARD_MODEL, REWARD_MODEL_IN_TRAINING)}
+    assert all(issubclass(found, Worker) and "setup" in registrations(found) for found in classes.values())
+    assert {"update", "values", "save", "load"} <= set(registrations(classes[WORKERS["critic"]]))
+    by_model, functions = RewardConfig(path="folder"), RewardConfig()
+    assert worker_of("reward", PPOConfig(reward=functions)) == WORKERS["reward"]
+    assert worker_of("reward", PPOConfig(reward=by_model)) == REWARD_MODEL
+    assert worker_of("cost", SafeRLHFConfig(cost=by_model)) == worker_of("reward", PPOConfig(reward=by_model))
+    assert worker_of("actor", PPOConfig()) == WORKERS["actor"]
+    assert worker_of("actor", RewardModelConfig()) == REWARD_MODEL_IN_TRAINING
