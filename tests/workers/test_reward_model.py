@@ -69,7 +69,7 @@ def train_oracle(folder: str) -> tuple[list[float], torch.Tensor]:
         return losses, torch.stack([model(text[None]).logits[0, 0] for text in texts(pairs())])
 
 
-def on_rank(rank: int, world: int, layout: dict[str, int], classifier: str, model: ModelConfig, out: str) -> Any:
+def on_rank(rank: int, world: int, layout: dict[str, Any], classifier: str, model: ModelConfig, out: str) -> Any:
     """What a reward role says, as rewards and as costs; a training's losses and scores; the trained model's rewards."""
     from hybridflow.algorithms.preferences import bradley_terry_advantages
     from hybridflow.workers.base import WorkerContext
