@@ -114,7 +114,7 @@ class _Device:
         self.config, self.specs, self.models = config, specs, models
         self.item = DTYPE_BYTES[config.model.dtype]
         self.takes_turns = ROLLOUT in models and "actor" in models
-        self._counts: dict[tuple[str, int], tuple[int, int]] = {}
+        self._tables: dict[tuple[str, int], dict[str, int]] = {}
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """What decides how much a rank holds."""
@@ -131,7 +131,9 @@ class _Device:
                 yield from self._trained(role, training, at) if role in TRAINED else self._frozen(role, training, at)
 
     def _trained(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
-        dense, expert = self._parameters(role, layout, at)
+        sizes = self._sizes(role, layout, at)
+        expert = sum(size for name, size in sizes.items() if ".experts." in name)
+        dense = sum(sizes.values()) - expert
         distributed = getattr(self.config, role).optimizer.distributed
         yield self._part(f"{role}.parameters", (dense + expert) * self.item, "parameters", in_sync=role == "actor")
         yield self._part(f"{role}.gradients", gradient_bytes(dense + expert), "gradients")
@@ -145,12 +147,13 @@ class _Device:
         )
         kept = activation_bytes(spec, layout, at.pp, tokens, self.item, settings.recompute, settings.sequence_parallel)
         yield Part(f"{role}.activations", update=kept, bound=True)
+        yield Part(f"{role}.workspace", update=workspace_bytes(max(sizes.values())), bound=True)
         if at.pp == layout.pp - 1 and not spec.scores:
             wanted = tokens * self.config.rollout.max_tokens // longest
             yield Part(f"{role}.logits", update=logit_bytes(spec, layout.tp, wanted), bound=True)
 
     def _frozen(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
-        yield self._part(f"{role}.parameters", sum(self._parameters(role, layout, at)) * self.item, "reference")
+        yield self._part(f"{role}.parameters", sum(self._sizes(role, layout, at).values()) * self.item, "reference")
 
     def _rollout(self, layout: GenerationLayout) -> Iterator[Part]:
         limits, spec = self.config.rollout, self.specs[ROLLOUT]
@@ -180,20 +183,27 @@ class _Device:
         away = self.takes_turns and kind in self.config.memory.offload
         return Part(name, size, 0 if away and not in_sync else size, 0 if away else size)
 
-    def _parameters(self, role: str, layout: ParallelLayout, at: Coordinates) -> tuple[int, int]:
-        """Elements of a rank outside of experts and in experts."""
-        if (role, at.pp) not in self._counts:
+    def _sizes(self, role: str, layout: ParallelLayout, at: Coordinates) -> dict[str, int]:
+        """Elements of each parameter of a rank."""
+        if (role, at.pp) not in self._tables:
             spec = self.specs[role]
             table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
-            sizes = {name: _size(parameter.shape) for name, parameter in table.items()}
-            expert = sum(size for name, size in sizes.items() if ".experts." in name)
-            self._counts[role, at.pp] = sum(sizes.values()) - expert, expert
-        return self._counts[role, at.pp]
+            self._tables[role, at.pp] = {name: _size(parameter.shape) for name, parameter in table.items()}
+        return self._tables[role, at.pp]
 
 
 def gradient_bytes(parameters: int) -> int:
     """4 bytes a parameter: gradients are accumulated and summed over replicas in float32."""
     return 4 * parameters
+
+
+def workspace_bytes(largest: int) -> int:
+    """Three float32 tensors of a rank's largest parameter.
+
+    In backward that is the gradient of a tied embedding from each of its ends and their sum, before it is added to the
+    buffer of gradients; in the optimizer's step the denominator, the update and the decayed weight.
+    """
+    return 3 * 4 * largest
 
 
 def optimizer_bytes(dense: int, expert: int, layout: ParallelLayout, item: int, distributed: bool) -> int:

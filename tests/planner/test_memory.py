@@ -63,6 +63,7 @@ def test_what_takes_turns_is_counted_where_it_is_in_memory(estimated: Callable[.
     assert found["actor.parameters"] == (4 * MODEL, 4 * MODEL, 0)
     assert found["actor.gradients"] == (4 * MODEL, 0, 0)
     assert found["actor.optimizer"] == (8 * MODEL, 0, 0)
+    assert found["actor.workspace"] == (3 * 4 * 2 * 384 * 128, 0, 0)  # gate and up, the largest one
     assert found["rollout.weights"] == (0, 4 * MODEL, 4 * MODEL)
     assert found["rollout.kv_cache"] == (0, 0, GIB // 4)
     assert "rollout.sync_buckets" not in found  # every rank has all that it generates with
