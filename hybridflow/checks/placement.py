@@ -30,7 +30,7 @@ REQUIRED_ROLES = {
 }
 """Roles without which a driver cannot run, by its schema or the nearest one above it. Without rollout and reward the
 other drivers run and are not evaluated."""
-OWN_ROLES = (*CRITICS, "cost")
+OWN_ROLES = (*CRITICS, "cost", "teacher")
 """Roles with settings of their own name, that only some drivers have and those need."""
 KL_COEFS = ("actor.loss.kl_coef", "algorithm.kl_coef")
 AXES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 0, "vpp": 1}

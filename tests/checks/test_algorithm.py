@@ -186,6 +186,7 @@ def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], fo
 
 def test_a_teacher_is_placed_and_its_heads_split(refused: Callable[..., str]) -> None:
     assert "roles.teacher is not placed." in refused("roles.teacher=null", name="distill")
+    assert "roles.teacher is placed, but this driver has no teacher." in refused("roles.teacher={pool: train}")
     split = refused("roles.teacher.layout.tp=3", "pools.teacher.devices=[3]", name="distill")
     assert "roles.teacher.layout" in split
 
