@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.config import ModelConfig, RolloutConfig, RunConfig, SamplingConfig
 from hybridflow.resharding.layout import GenerationLayout
 from tests.engines.megatron.parity import TEMPERATURE, Case, build, score, settings, train
 from tests.tiny_models import save_tiny_model
@@ -81,7 +81,8 @@ def compare(rank: int, folder: str, pair: Pair, engines: dict[Any, Any]) -> list
     if made_from not in engines:
         engines[made_from] = RolloutEngine(folder, actor.spec, case.dtype, ROLLOUT, VOCAB, 64, layout=layout)
     rollout = engines[made_from]
-    sync, found = WeightSync(actor, rollout, rank, layout, ROLLOUT), []
+    config = RunConfig(model=ModelConfig(dtype=str(case.dtype).removeprefix("torch.")), rollout=ROLLOUT)
+    sync, found = WeightSync.within(layout, rank, config, actor, rollout), []
     for version in (0, UPDATES):
         if version:
             train(actor, case, UPDATES)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.config import SamplingConfig
+from hybridflow.config import RunConfig, SamplingConfig
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import vllm_table
@@ -69,7 +69,8 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     actor = MegatronEngine(folder, TRAINING, torch.float32, valid_vocab=200)
     rollout = RolloutEngine(folder, actor.spec, torch.float32, settings, 200, 160, layout=GENERATION)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ)
-    sync = WeightSync(actor, rollout, rank, GENERATION, replace(settings, sync_bucket_mb=5000 / 2**20))
+    config = RunConfig(rollout=replace(settings, sync_bucket_mb=5000 / 2**20))
+    sync = WeightSync.within(GENERATION, rank, config, actor, rollout)
     report = sync.run(0)
     weights = {name: p.clone() for name, p in rollout.parameters().items()}
 
@@ -195,7 +196,7 @@ def generate_with_experts(rank: int, folder: str, settings, prompts):
     for ep in (1, 2):
         layout = training.generation(tp=2, ep=ep)
         rollout = RolloutEngine(folder, actor.spec, torch.float32, settings, 200, 160, layout=layout)
-        WeightSync(actor, rollout, rank, layout, settings).run(0)
+        WeightSync.within(layout, rank, RunConfig(rollout=settings), actor, rollout).run(0)
         found.append(answer(rollout, [(prompts, 12)])[0])
         rollout.close()
     return found
