@@ -45,7 +45,7 @@ SETTINGS = {
     ],
 }
 SHAPE = [
-    "name=memory",
+    "name=memory-run",
     "runs_dir=runs/benchmarks",
     f"model.path={FOLDER}/model",
     f"data.train={FOLDER}/train.jsonl",
