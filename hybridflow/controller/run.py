@@ -50,7 +50,8 @@ class Run:
         plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
         stream: the prompts to come; ``steps`` takes ``data.prompts_per_step`` of them for each step.
-        state: numbers of the driver's own that checkpoints keep, such as a multiplier that it adapts.
+        state: numbers of the driver's own that checkpoints keep, such as a multiplier that it adapts. The weight of a
+            KL with ``algorithm.kl_target`` is one.
         actor, critic, cost_critic, rollout, reference, teacher, reward, cost: the roles' groups (an
             :class:`AbsentRole` where not placed).
     """
@@ -148,8 +149,9 @@ class Run:
         if found.get("rollout/staleness_max"):
             # The trainer has moved on since: this is no measure of how alike the two engines compute.
             found = {name.replace("rollout_vs_trainer/", "off_policy/"): value for name, value in found.items()}
-        if self._kl and "reward/kl" in found:
+        if isinstance(self._kl, AdaptiveKL) and "reward/kl" in found:
             self._kl = self._kl.after(found["reward/kl"], len(batch))
+            self.state[KL_COEF] = self._kl.coef
         if any(value for name, value in metrics.items() if name.endswith("update_skipped")):
             reason = "its gradient norm is not finite, or all its tokens are masked"
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
@@ -247,7 +249,7 @@ class Run:
                 self.groups[role].save(str(folder.absolute() / role))
             # Prompts of steps that have only been started come again after a resume.
             position = self.stream.position - len(self._ahead) * self.config.data.prompts_per_step
-            place = {"step": self.step, "position": position} | ({KL_COEF: self._kl.coef} if self._kl else {})
+            place = {"step": self.step, "position": position}
             state = {**place, "order": self._order(), "schedule": self._schedule(), "driver": self.state}
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")
@@ -280,9 +282,9 @@ class Run:
             self.groups[role].load(str(folder.absolute() / role))
         self._begin(int(saved["step"]))
         self.stream.position = int(saved["position"])
-        if isinstance(self._kl, AdaptiveKL):
-            self._kl = replace(self._kl, coef=float(saved[KL_COEF]))
         self.state = dict(saved.get("driver", {}))  # older checkpoints have none
+        if isinstance(self._kl, AdaptiveKL):
+            self._kl = replace(self._kl, coef=self.state.get(KL_COEF, self._kl.coef))
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
         if changed := changed_settings(self.config, folder / "config.yaml"):
