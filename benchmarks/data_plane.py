@@ -210,7 +210,7 @@ def main() -> None:
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
     store = 4 * 2**30 // scale + 2**28
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    ray.init(num_cpus=16, object_store_memory=store, **quiet)
+    ray.init("local", num_cpus=16, object_store_memory=store, **quiet)
     pools = [ResourcePool(name, [WORKERS], kind="cpu", cores_per_device=0.5) for name in ("source", "sink")]
     with pools[0], pools[1]:
         layout, config = ParallelLayout.on(WORKERS), RunConfig(name="plane")

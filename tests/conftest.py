@@ -22,6 +22,7 @@ def ray_session() -> Iterator[str]:
 
     os.environ.update(RAY_ENVIRONMENT)
     ray.init(
+        "local",  # never a cluster that somebody else has started on this machine
         num_cpus=8,
         num_gpus=0,
         object_store_memory=200 * 2**20,
