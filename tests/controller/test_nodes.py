@@ -67,19 +67,16 @@ TWO_NODES = """
     try:
         future.result()
     except WorkerDiedError as error:
-        print(error, time.monotonic() - before)
         assert error.rank == on_second.rank and "maker.work failed" in str(error), error
-    assert time.monotonic() - before < 10
+    print("a lost node was named after", time.monotonic() - before, "s")
+    assert time.monotonic() - before < 30
     here = 1 - on_second.rank
     assert made[2 * here : 2 * here + 2]["wide"][:, 0].tolist() == [2.0 * here, 2.0 * here + 1]
-    before = time.monotonic()
     try:
         made["wide"]
         raise SystemExit("rows of a lost node were read")
     except DataError as error:
-        print(error, time.monotonic() - before)
         assert f"column 'wide' of maker.make on rank {on_second.rank} cannot be read any more" in str(error), error
-    assert time.monotonic() - before < 10
     ray.shutdown()
     cluster.shutdown()
     print("two nodes")
