@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hybridflow import report
-from hybridflow.config import RunConfig
+from hybridflow.checks.values import GROUPED
+from hybridflow.config import RLConfig, RunConfig
 from hybridflow.errors import DataError
 from hybridflow.sinks import SINKS, Row, Sink, written_to
 from hybridflow.trace import END, HEAD, Events, Span
@@ -228,7 +229,8 @@ class Tracker:
             self.say(f"warning: step {step}: {text}.")
 
     def _warn_of_silence(self, metrics: Mapping[str, float]) -> None:
-        if "reward/groups_without_signal" not in metrics:
+        compares = isinstance(self.config, RLConfig) and self.config.algorithm.estimator in GROUPED
+        if not compares or "reward/groups_without_signal" not in metrics:
             return
         self._silent_steps = self._silent_steps + 1 if metrics["reward/groups_without_signal"] == 1 else 0
         if self._silent_steps == SILENT_STEPS:

@@ -349,6 +349,14 @@ def test_ten_steps_without_a_signal_are_warned_of_once(tmp_path: Path) -> None:
     assert run.printed.getvalue().count("for 10 steps all samples of each prompt had the same reward") == 1
 
 
+def test_equal_rewards_are_fine_where_samples_are_not_compared(tmp_path: Path) -> None:
+    run = Run(tmp_path, "steps=99", "algorithm=reinforce_plus_plus")
+    with run.tracker() as tracker:
+        for step in range(1, 20):
+            tracker.log(step, {"reward/groups_without_signal": 1.0})
+    assert "teaches nothing" not in run.printed.getvalue()
+
+
 def test_a_mismatch_above_a_limit_has_words_nan_included() -> None:
     words = [
         mismatch_above(limit, "tracking.mismatch_stop", {"rollout_vs_trainer/max_diff": found})

@@ -49,7 +49,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         found["reward/mean"] = rewards.nanmean().item()
         found["reward/failed"] = rewards.isnan().double().mean().item()
         found["reward/solved"] = batch["solved"].double().mean().item()
-    if "rewards" in batch and "group_ids" in batch:
+    if "rewards" in batch and "group_ids" in batch and len(batch["group_ids"].unique()) < len(batch):
         shares = group_shares(batch["rewards"], batch["solved"], batch["group_ids"])
         found |= {f"reward/{name}": share for name, share in shares.items()}
     if "response_mask" in batch:

@@ -54,6 +54,11 @@ def test_groups_without_signal_are_counted_and_failed_rewards_left_out():
     assert found["reward/solved"] == pytest.approx(4 / 6)
 
 
+def test_one_answer_a_prompt_has_no_group_to_speak_of():
+    columns = {"rewards": torch.ones(3), "solved": torch.ones(3, dtype=torch.bool), "group_ids": torch.arange(3)}
+    assert set(batch_metrics(DataProto.from_dict(columns))) == {"reward/mean", "reward/failed", "reward/solved"}
+
+
 def answered(solved: list[bool], groups: list[int], sources: list[str]) -> DataProto:
     return DataProto.from_dict(
         tensors={
