@@ -20,6 +20,7 @@ STEP_NAMES = (
     "ref_log_probs",
     "teacher_log_probs",
     "values",
+    "scores",
     "advantage",
     "update_critic",
     "update_actor",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hybridflow.config import RoleConfig, RunConfig
+from hybridflow.config import RewardModelConfig, RoleConfig, RunConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.resharding.layout import Layout, ParallelLayout, training_of
 
@@ -81,6 +81,8 @@ class Facts:
     def spec_of(self, role: str) -> ModelSpec:
         """The model of a role as its engine builds it."""
         spec = ModelSpec.from_folder(self.path(role)[1])
+        if role == "actor" and isinstance(self.config, RewardModelConfig):
+            return spec.scoring("ForSequenceClassification")
         return spec.scoring("ForTokenClassification") if role in CRITICS else spec
 
     def model_roles(self) -> list[str]:
