@@ -8,7 +8,7 @@ a language model, whose new head begins with zeros. What it leaves in `model` is
 """
 
 import hybridflow
-from hybridflow.algorithms.preferences import bradley_terry_advantages
+from hybridflow.algorithms.preferences import bradley_terry_weights
 from hybridflow.config import RewardModelConfig
 
 
@@ -19,7 +19,7 @@ def main(config: RewardModelConfig) -> None:
             with run.timer("scores"):
                 batch = batch.union(run.actor.scores(batch))
             with run.timer("advantage"):
-                batch = batch.union(bradley_terry_advantages(batch))
+                batch = batch.union(bradley_terry_weights(batch))
             with run.timer("update_actor"):
                 metrics = run.actor.update(batch)
             run.finish_step(metrics, batch)

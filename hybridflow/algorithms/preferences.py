@@ -1,7 +1,7 @@
 """Losses for pairs of a chosen and a rejected answer: Bradley-Terry for reward models, DPO for policies.
 
 Losses return one number per pair [N]; the caller averages by the global number of pairs. :func:`dpo_advantages` is the
-step of DPO's driver, :func:`bradley_terry_advantages` that of a reward model's: what a pair's loss asks of its two
+step of DPO's driver, :func:`bradley_terry_weights` that of a reward model's: what a pair's loss asks of its two
 answers, so that the update needs to know nothing of pairs.
 """
 
@@ -111,7 +111,7 @@ def dpo_advantages(batch: DataProto, config: PreferenceConfig) -> DataProto:
     )
 
 
-def bradley_terry_advantages(batch: DataProto) -> DataProto:
+def bradley_terry_weights(batch: DataProto) -> DataProto:
     """One weight per answer, such that -sum weight * score / rows has the gradient of :func:`bradley_terry`.
 
     As :func:`dpo_advantages`, of scores: the factor of each score's gradient in that of the mean loss over pairs. It is
@@ -121,7 +121,7 @@ def bradley_terry_advantages(batch: DataProto) -> DataProto:
         batch: ``scores`` [B], and ``chosen`` [B] bool, True and False by turns.
 
     Returns:
-        ``advantages`` [B]. ``meta_info["metrics"]``: ``preference/loss``, ``accuracy`` and ``score_gap``, means over
+        ``score_weights`` [B]. ``meta_info["metrics"]``: ``preference/loss``, ``accuracy`` and ``score_gap``, means over
         pairs.
     """
     _check_order(batch)
@@ -131,7 +131,7 @@ def bradley_terry_advantages(batch: DataProto) -> DataProto:
         (slope,) = torch.autograd.grad(loss.mean(), scores)
     metrics = {"loss": loss.mean().item(), **{name: float(x) / len(loss) for name, x in sums.items()}}
     return DataProto.from_dict(
-        {"advantages": (-slope * len(batch)).float()},
+        {"score_weights": (-slope * len(batch)).float()},
         meta_info={"metrics": {f"preference/{name}": value for name, value in metrics.items()}},
     )
 

@@ -82,19 +82,19 @@ class RewardModelTrainer(TrainedWorker):
         return None if scores is None else DataProto.from_dict({"scores": scores})
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """As :meth:`TrainedWorker.update`, on ``advantages`` [B], one for each score.
+        """As :meth:`TrainedWorker.update`, on ``score_weights`` [B].
 
-        See :func:`hybridflow.algorithms.preferences.bradley_terry_advantages`.
+        See :func:`hybridflow.algorithms.preferences.bradley_terry_weights`.
         """
         texts = whole_texts(batch)
         of_tokens = [
-            mask * weight for mask, weight in zip(rows_of(texts, "response_mask"), batch["advantages"], strict=True)
+            mask * weight for mask, weight in zip(rows_of(texts, "response_mask"), batch["score_weights"], strict=True)
         ]
-        weights = DataProto.from_dict({"row_ids": batch["row_ids"], "advantages": DataProto.jagged(of_tokens)})
+        weights = DataProto.from_dict({"row_ids": batch["row_ids"], "score_weights": DataProto.jagged(of_tokens)})
         return super().update(texts.union(weights).union(DataProto.from_dict(meta_info=batch.meta_info)))
 
     def columns(self, offered: Collection[str]) -> tuple[str, ...]:
-        return ("advantages",)
+        return ("score_weights",)
 
     def loss(
         self,
@@ -104,7 +104,7 @@ class RewardModelTrainer(TrainedWorker):
         num_tokens: float,
         num_sequences: float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -(columns["advantages"] * answers[0])[mask].sum() / num_sequences, {}
+        return -(columns["score_weights"] * answers[0])[mask].sum() / num_sequences, {}
 
 
 def score_texts(worker: ModelWorker, batch: DataProto) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.objective import objective
-from hybridflow.algorithms.preferences import bradley_terry, bradley_terry_advantages, dpo, dpo_advantages
+from hybridflow.algorithms.preferences import bradley_terry, bradley_terry_weights, dpo, dpo_advantages
 from hybridflow.config import LossConfig, PreferenceConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.protocol.data import DataProto
@@ -143,13 +143,13 @@ def test_bad_input_is_refused():
 def test_weights_of_a_reward_model_have_the_gradient_of_its_loss() -> None:
     scores = torch.tensor([1.0, 0.5, -0.2, 0.7], dtype=torch.float64)
     batch = DataProto.from_dict({"scores": scores.float(), "chosen": torch.tensor([True, False, True, False])})
-    found = bradley_terry_advantages(batch)
+    found = bradley_terry_weights(batch)
     # d/dg -log sigmoid(g) = -sigmoid(-g), g = 0.5 and -0.9, averaged over 2 pairs; rows count 4.
     slopes = [1 / (1 + math.exp(0.5)), 1 / (1 + math.exp(-0.9))]
     expected = [2 * slopes[0], -2 * slopes[0], 2 * slopes[1], -2 * slopes[1]]
-    assert found["advantages"].tolist() == pytest.approx(expected)
+    assert found["score_weights"].tolist() == pytest.approx(expected)
     metrics = found.meta_info["metrics"]
     assert metrics["preference/accuracy"] == 0.5 and metrics["preference/score_gap"] == pytest.approx(-0.2)
     assert metrics["preference/loss"] == pytest.approx((math.log1p(math.exp(-0.5)) + math.log1p(math.exp(0.9))) / 2)
     with pytest.raises(DataError, match="pairs are two neighbouring rows"):
-        bradley_terry_advantages(batch[[1, 0, 2, 3]])
+        bradley_terry_weights(batch[[1, 0, 2, 3]])

@@ -71,7 +71,7 @@ def train_oracle(folder: str) -> tuple[list[float], torch.Tensor]:
 
 def on_rank(rank: int, world: int, layout: dict[str, Any], classifier: str, model: ModelConfig, out: str) -> Any:
     """What a reward role says, as rewards and as costs; a training's losses and scores; the trained model's rewards."""
-    from hybridflow.algorithms.preferences import bradley_terry_advantages
+    from hybridflow.algorithms.preferences import bradley_terry_weights
     from hybridflow.workers.base import WorkerContext
     from hybridflow.workers.reward_model import RewardModelTrainer, RewardModelWorker
 
@@ -93,7 +93,7 @@ def on_rank(rank: int, world: int, layout: dict[str, Any], classifier: str, mode
     losses, batch = [], pairs()
     for _ in range(UPDATES):
         given = batch.union(call(trainer, "scores", batch))
-        given = given.union(bradley_terry_advantages(given))
+        given = given.union(bradley_terry_weights(given))
         losses.append(given.meta_info["metrics"]["preference/loss"])
         call(trainer, "update", given)
     trained = call(trainer, "scores", batch)["scores"]
