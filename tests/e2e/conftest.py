@@ -159,8 +159,8 @@ LEARNING = ["actor.optimizer.lr=2e-3", "actor.optimizer.warmup_steps=0", "checkp
 def dpo_driver(start: Callable[..., Driver], overrides: list[str], folder: Path) -> Driver:
     """On pairs, without rollout and reward."""
     alone = ["roles.rollout=null", "roles.reward=null", "~pools.cpu", "placement=colocate"]
-    pairs = [f"data.train={folder / 'pairs.jsonl'}", "data.prompts_per_step=16"]
-    return start(DPO, overrides, *LEARNING, *alone, *pairs, "name=dpo", "steps=12", "actor.optimizer.lr=1e-3")
+    pairs = [f"data.train={folder / 'pairs.jsonl'}", "data.prompts_per_step=32", "preference.beta=0.5"]
+    return start(DPO, overrides, *LEARNING, *alone, *pairs, "name=dpo", "steps=12")
 
 
 @pytest.fixture(scope="session")

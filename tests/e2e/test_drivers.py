@@ -49,7 +49,7 @@ def test_dpo_prefers_the_chosen_answers(dpo: Finished) -> None:
     # Before the first update the actor is its reference.
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and margins[0] == pytest.approx(0, abs=1e-5)
     assert mean(losses[-3:]) < math.log(2) - 0.01 and mean(margins[-3:]) > 0
-    assert mean(course(dpo, "preference/accuracy")[-3:]) > 0.6
+    assert mean(course(dpo, "preference/accuracy")[-3:]) > 0.55
 
 
 def test_dpo_without_rollout_and_reward_is_trained_and_not_evaluated(dpo: Finished) -> None:
