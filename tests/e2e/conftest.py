@@ -8,7 +8,7 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     killed -> recovered                                     a device process killed in step 2, then resume
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
     apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
-    remax (1 device, 12 steps), distill (1 + 1 devices, 8 steps), dpo (1 device, 12 steps)      learning
+    remax (1 device, 12 steps), distill (1 + 1 devices, 14 steps), dpo (1 device, 12 steps)      learning
     ppo (2 devices, 14 steps), pieces (3 of its steps)      a critic, its warm-up, learning; other micro-batches
     reward_model (1 device) -> safe (1 device, 2 steps)     pairs told apart; the model as reward, costs, a multiplier
 
@@ -186,8 +186,8 @@ def distill(start: Callable[..., Driver], overrides: list[str], folder: Path) ->
     weights = load_file(folder / "teacher" / "model.safetensors")
     weights["lm_head.weight"] *= 10
     save_file(weights, folder / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    teacher = [f"teacher.path={folder / 'teacher'}", "data.prompts_per_step=8"]
-    return to_its_end(start(DISTILL, overrides, *LEARNING, *teacher, "name=distill", "steps=8"))
+    teacher = [f"teacher.path={folder / 'teacher'}", "data.prompts_per_step=32", "actor.optimizer.lr=4e-3"]
+    return to_its_end(start(DISTILL, overrides, *LEARNING, *teacher, "name=distill", "steps=14"))
 
 
 @pytest.fixture(scope="session")

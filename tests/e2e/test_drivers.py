@@ -39,8 +39,8 @@ def test_the_greedy_answers_of_remax_train_nothing_and_count_in_no_metric(remax:
 def test_a_student_comes_closer_to_its_teacher_on_a_pool_of_its_own(distill: Finished) -> None:
     assert re.search(r"^teacher  \[1\] device  teacher +tp1 pp1 cp1 dp1$", distill.ended.out, re.M)
     away = course(distill, "teacher/kl")
-    assert len(away) == 8 and away[0] > 0.5
-    assert away[-1] < 0.8 * away[0]
+    assert len(away) == 14 and away[0] > 0.5
+    assert mean(away[-3:]) < 0.8 * mean(away[:3])
     assert all(seconds > 0 for seconds in course(distill, "time/teacher_log_probs"))
 
 
@@ -65,6 +65,6 @@ def test_dpo_without_rollout_and_reward_is_trained_and_not_evaluated(dpo: Finish
 def test_every_step_has_finite_metrics_and_no_noise(name: str, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue(name)
     rows = metrics_of(run.run_dir)
-    assert list(rows) == list(range(min(rows), 9 if name == "distill" else 13))
+    assert list(rows) == list(range(min(rows), 15 if name == "distill" else 13))
     assert all("not_finite" not in row for row in rows.values())
     assert run.ended.err == ""
