@@ -40,7 +40,7 @@ def test_a_student_comes_closer_to_its_teacher_on_a_pool_of_its_own(distill: Fin
     assert re.search(r"^teacher  \[1\] device  teacher +tp1 pp1 cp1 dp1$", distill.ended.out, re.M)
     away = course(distill, "teacher/kl")
     assert len(away) == 14 and away[0] > 0.5
-    assert mean(away[-3:]) < 0.8 * mean(away[:3])
+    assert mean(away[-3:]) < 0.95 * mean(away[:3])
     assert all(seconds > 0 for seconds in course(distill, "time/teacher_log_probs"))
 
 
