@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.engines.megatron.parity import (
-    UPDATES,
     Case,
     Trained,
     build,
@@ -65,7 +64,7 @@ CASES = {
     ],
 }
 # Training that goes on from a checkpoint: where it was saved, and where it is loaded, by ranks.
-SAVED, UPDATES_AFTER = Case({"tp": 2}, 4), 3
+SAVED, UPDATES_BEFORE, UPDATES_AFTER = Case({"tp": 2}, 4), 2, 3
 RESUMED = {
     4: [SAVED, Case({}, 4), Case({"pp": 2}, 4)],
     2: [Case({"pp": 2}, 2), Case({"cp": 2}, 2)],
@@ -102,7 +101,7 @@ def one_rank(folders, four_ranks) -> list[dict[str, Any]]:
 def on_four_ranks(rank: int, folders: dict[str, str], out: str) -> dict[str, Any]:
     start, saved = f"{out}/start", f"{out}/saved"
     save(folders["llama"], Case({"tp": 2, "pp": 2, "vpp": 2}, 4), updates=0, out=start)
-    save(folders["qwen3-tied"], SAVED, updates=UPDATES, out=saved)
+    save(folders["qwen3-tied"], SAVED, UPDATES_BEFORE, out=saved)
     return {
         "trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[4]]),
         "resumed": resume(folders["qwen3-tied"], saved, RESUMED[4]),
@@ -180,8 +179,8 @@ def test_training_goes_on_in_another_layout(folders, world, request):
     """Weights, both moments and the schedule's clock, saved by two replicas of a tensor-parallel group that share the
     optimizer's state out among them."""
     answers = request.getfixturevalue({4: "four_ranks", 2: "two_ranks", 1: "one_rank"}[world])
-    wanted = train_oracle(folders["qwen3-tied"], UPDATES + UPDATES_AFTER)
-    rest = Trained(wanted.losses[UPDATES:], wanted.norms[UPDATES:], wanted.log_probs)
+    wanted = train_oracle(folders["qwen3-tied"], UPDATES_BEFORE + UPDATES_AFTER)
+    rest = Trained(wanted.losses[UPDATES_BEFORE:], wanted.norms[UPDATES_BEFORE:], wanted.log_probs)
     for answer in answers:
         for case, found in zip(RESUMED[world], answer["resumed"], strict=True):
             assert_equal(found, rest, case)
