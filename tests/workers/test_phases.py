@@ -176,5 +176,3 @@ def test_what_is_away_is_not_in_the_resident_memory(tmp_path):
     # One layout on both sides: only what vLLM orders otherwise, queries, keys and values, is there twice.
     qkv = 6 * 512 * (4 + 2 * 2) * 32 * 4
     assert (shared["sync/bytes"], shared["sync/bytes_shared"]) == (qkv, turns["sync/bytes"] - qkv)
-    saved = kept["memory/rss_gb"] - shared["memory/rss_gb"]
-    assert saved == pytest.approx(shared["sync/bytes_shared"] / 2**30, rel=0.2)
