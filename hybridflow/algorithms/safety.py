@@ -48,7 +48,7 @@ def safe_advantages(batch: DataProto, config: SafeRLHFConfig, multiplier: float)
     of_rewards = compute_advantages(batch, config)
     algorithm = replace(config.algorithm, kl_coef=0.0, overlong_buffer=0)
     as_rewards = DataProto.from_dict({"rewards": batch["costs"], "values": batch["cost_values"]})
-    rest = batch.select([key for key in batch.keys() if key not in ("rewards", "values")])  # noqa: SIM118
+    rest = batch.select([key for key in batch.batch.keys() if key not in ("rewards", "values")])  # noqa: SIM118
     of_costs = compute_advantages(rest.union(as_rewards), replace(config, algorithm=algorithm))
     mixed = (of_rewards.flat("advantages") - multiplier * of_costs.flat("advantages")) / (1 + multiplier)
     advantages = DataProto.jagged(mixed.split(of_rewards.lengths("advantages").tolist()))

@@ -40,7 +40,8 @@ def test_advantages_are_those_of_rewards_less_those_of_costs():
             "cost_values": jagged([[0.0, 1.0], [1.0]]),
             "log_probs": jagged([[-1.0, -2.0], [-1.0]]),
             "ref_log_probs": jagged([[-2.0, -2.0], [-1.0]]),
-        }
+        },
+        non_tensors={"finish_reason": ["stop", "length"]},
     )
     found = safe_advantages(batch, config, 3.0)
     # gamma = lam = 1: what is still to come less the value. The KL (1 at the first token) costs reward 0.5 there.
