@@ -1,11 +1,12 @@
 """What a run keeps: rows a step, samples, TensorBoard events, and what a resume leaves of them."""
 
+import contextlib
 import io
 import json
 import logging
 import math
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,12 +48,15 @@ class Run:
         return [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """``small_files(n)``: no file may grow beyond n bytes from then on, as on a full disk."""
+@contextlib.contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as on a full disk: not even the one that the test's own output goes to."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def batch() -> DataProto:
@@ -273,16 +277,13 @@ def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) 
         ),
     ],
 )
-def test_a_full_disk_ends_the_run_with_the_file_and_the_reason(
-    file: str, overrides: list[str], tmp_path: Path, small_files: Callable[[int], None]
-) -> None:
+def test_a_full_disk_ends_the_run_with_the_file_and_the_reason(file: str, overrides: list[str], tmp_path: Path) -> None:
     run = Run(tmp_path, "steps=99", *overrides)
     rows, metrics = (batch(), {}) if file == "rollouts.jsonl" else (None, {"m": 1.0})
     if file == "metrics.jsonl":
         metrics = {f"m{i}": 1.0 for i in range(50)}
     with pytest.raises(RunFolderError) as caught:
-        with run.tracker() as tracker:
-            small_files(3000)
+        with run.tracker() as tracker, small_files(3000):
             for step in range(1, 60):
                 tracker.log(step, metrics, rows)
     assert f"{run.folder}/{file}" in str(caught.value)
