@@ -30,7 +30,7 @@ class Span(NamedTuple):
         pool, rank: the device process.
         step: training step in which the driver made the call; None outside of a run.
         begin, end: seconds since the epoch.
-        peak: most bytes that the process held in between.
+        peak: most bytes that the process held in between; 0 of a call too short to ask.
     """
 
     pool: str

@@ -27,7 +27,7 @@ class Answer:
 
     Attributes:
         measured: when the rank began and ended, by :func:`hybridflow.timing.now`, and the most bytes it held in
-            between; None where it did not run.
+            between, 0 of a call too short to ask; None where it did not run.
     """
 
     value: Any = None

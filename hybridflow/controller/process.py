@@ -41,6 +41,9 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 MOST_OF_CAUSE, MOST_OF_TRACEBACK = 4_000, 20_000
 """Characters of an exception that are sent to the driver."""
 
+MEASURED = 0.005
+"""Seconds of a call whose memory is measured; asking the system would double what a shorter one takes."""
+
 INTERRUPT = signal.SIGUSR1
 """What the driver sends a process that is still inside a call which has failed elsewhere."""
 
@@ -207,7 +210,6 @@ class DeviceProcess:
             self._answer(role, "close", None, self.roles[role].close)
 
     def _answer(self, role: str, method: str, step: int | None, run: Callable[[], Any]) -> Answer:
-        self.platform.forget_peak()
         begin = now()
         try:
             try:
@@ -215,7 +217,8 @@ class DeviceProcess:
                 value = run()
             finally:
                 self._inside_method = False
-            return Answer(value=value, measured=(begin, now(), self.platform.peak()))
+            end = now()
+            return Answer(value=value, measured=(begin, end, self._peak() if end - begin > MEASURED else 0))
         except ArgumentFailed:
             raise
         # All that can be raised: sys.exit would end the process without a word to the driver, and Ray would not tell us
@@ -223,6 +226,12 @@ class DeviceProcess:
         except BaseException as error:
             cause, text = describe_exception(error)
             return Answer(error=WorkerError(role, self.rank, method, step, cause, text))
+
+    def _peak(self) -> int:
+        """Most bytes in use since the last call that was asked."""
+        peak = self.platform.peak()
+        self.platform.forget_peak()
+        return peak
 
     def _cancel(self, *_: object) -> None:
         if self._inside_method:

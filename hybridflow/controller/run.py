@@ -375,7 +375,8 @@ class Run:
         peaks: dict[str, float] = {}
         for span in spans:
             name = f"memory/{span.role}_peak_gb"
-            peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
+            if span.peak:
+                peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
         return peaks
 
 

@@ -185,8 +185,8 @@ def test_each_rank_says_when_it_worked_and_how_much_memory_it_held(pool: Resourc
     by_rank = {span.rank: span for span in pool.spans}
     assert all(before <= span.begin <= span.end <= after for span in by_rank.values())
     assert by_rank[0].end - by_rank[0].begin < 0.3 <= by_rank[1].end - by_rank[1].begin
-    # A process with torch in it, on a machine of gigabytes.
-    assert all(50 * 2**20 < span.peak < 2**40 for span in by_rank.values())
+    # A process with torch in it, on a machine of gigabytes; a short call is not asked.
+    assert 50 * 2**20 < by_rank[1].peak < 2**40 and by_rank[0].peak == 0
 
 
 # --------------------------------------------------------------------------------------------------- errors

@@ -228,5 +228,6 @@ def test_the_timeline_has_every_call_on_every_rank_inside_of_the_drivers_timers(
             e for e in events if e["name"] == method and waited["begin"] <= e["begin"] <= e["end"] <= waited["end"]
         ]
         assert {event["process"] for event in inside} == ranks
-        assert all(0.1 < event["peak_gb"] < 100 for event in inside)
+        assert all(event["peak_gb"] == 0 or 0.1 < event["peak_gb"] < 100 for event in inside)
+        assert any(event["peak_gb"] for event in inside)
     assert grpo.run_dir.joinpath("trace.json").read_bytes().startswith(b"[\n{")
