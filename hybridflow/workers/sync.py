@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hybridflow.engines.megatron.engine import MegatronEngine
     from hybridflow.engines.vllm.engine import RolloutEngine
 
-JOIN_TIMEOUT = timedelta(minutes=5)
-"""How long the processes of one pool wait for those of the other."""
+STORE_TIMEOUT = timedelta(minutes=5)
+"""How long a process looks for the store at which the two pools meet."""
 
 
 class WeightSync:
@@ -99,7 +99,7 @@ class WeightSync:
         """
         engine = actor or rollout
         assert engine is not None
-        store = dist.TCPStore(*address, is_master=False, timeout=JOIN_TIMEOUT)
+        store = dist.TCPStore(*address, is_master=False, timeout=STORE_TIMEOUT)
         group = join_worlds(
             dist.PrefixStore("weights", store), rank, training.world_size + generation.world_size, current()
         )
