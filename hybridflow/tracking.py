@@ -365,7 +365,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The samples of a batch as JSON objects.
 
     Keys, where the batch has the column: uid, group, prompt, response, reward, solved, ground_truth, finish_reason,
-    reward_error, reward_components, version, prompt_ids, response_ids, log_probs (the rollout's own),
+    reward_error, reward_components, verdict, version, prompt_ids, response_ids, log_probs (the rollout's own),
     trainer_log_probs, advantages (one number where all tokens have the same), mask (0 and 1; which tokens train, only
     in rows where not all do).
     """
@@ -390,6 +390,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
         "finish_reason": _column(batch, "finish_reason"),
         "reward_error": _column(batch, "reward_error"),
         "reward_components": _column(batch, "reward_components"),
+        "verdict": _column(batch, "verdict"),
         "version": _column(batch, "weight_version"),
         "prompt_ids": lists.get("prompts"),
         "response_ids": lists.get("responses"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hybridflow.config import RewardModelConfig, RoleConfig, RunConfig
+from hybridflow.config import EngineConfig, JudgeConfig, RewardModelConfig, RoleConfig, RunConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.resharding.layout import Layout, ParallelLayout, training_of
 
@@ -61,18 +61,36 @@ class Facts:
     def layout(self, role: str) -> Layout:
         """The role's layout on its pool; ConfigError where it does not fit.
 
-        The rollout's is a generation layout: of the actor's where they share a pool, else of its own degrees.
+        One of a role that generates is a generation layout: of the actor's where they share a pool, else of its own
+        degrees.
         """
         at, where = self.placed[role], f"roles.{role}.layout"
-        axes = ("tp", "pp", "cp") if role == "rollout" else ("tp", "pp", "cp", "ep", "etp", "vpp")
+        generates = role in self.generating()
+        axes = ("tp", "pp", "cp") if generates else ("tp", "pp", "cp", "ep", "etp", "vpp")
         degrees = {axis: getattr(at.layout, axis) for axis in axes}
         own = ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=where)
-        if role != "rollout":
+        if not generates:
             return own
         actor = self.placed.get("actor")
         shared = actor is not None and actor.pool == at.pool
         training = training_of(self.layout("actor")) if shared else own
         return training.generation(tp=at.layout.tp, pp=at.layout.pp, ep=at.layout.ep)
+
+    def judge(self, role: str) -> JudgeConfig | None:
+        """The settings of a role's judge; None where it has none."""
+        judge = getattr(getattr(self.config, role, None), "judge", None) if role in SCORERS else None
+        return judge if judge is not None and judge.path else None
+
+    def generating(self) -> dict[str, tuple[str, EngineConfig]]:
+        """The placed roles with a vLLM engine: where its limits are set, and what they are."""
+        found: dict[str, tuple[str, EngineConfig]] = {}
+        for role in self.placed:
+            judge = self.judge(role)
+            if judge is not None:
+                found[role] = f"{role}.judge", judge
+            elif role == "rollout":
+                found[role] = "rollout", self.config.rollout
+        return found
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -91,6 +109,8 @@ class Facts:
 
     def path(self, role: str) -> tuple[str, str]:
         """The setting that says where a role's model lies, and what it says."""
+        if judge := self.judge(role):
+            return f"{role}.judge.path", judge.path
         own = getattr(getattr(self.config, role, None), "path", "")
         return (f"{role}.path", own) if own else ("model.path", self.config.model.path)
 

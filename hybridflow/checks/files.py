@@ -26,7 +26,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
 REWARD_METRICS = (
     *("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", "violations"),
-    *(SCORE, *GROUP_METRICS),
+    *(SCORE, "judged", "judge_tokens", "judge_cut", "judge_seconds", *GROUP_METRICS),
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -63,11 +63,20 @@ def other_models_are_complete(facts: Facts) -> Iterator[Problem]:
             continue
         problems = list(_weights_problems(setting, path))
         yield from problems
-        if role in SCORERS and not problems and not ModelSpec.from_folder(path).scores:
+        if role not in SCORERS or problems:
+            continue
+        spec, judges = ModelSpec.from_folder(path), facts.judge(role) is not None
+        if not spec.scores and not judges:
             yield Problem(
                 setting,
                 f"{setting}={path!r} is a language model: its scores would mean nothing. Give a classifier with one "
-                "label, such as examples/reward_model.py trains.",
+                f"label, such as examples/reward_model.py trains, or set it as {role}.judge.path.",
+            )
+        elif spec.scores and judges:
+            yield Problem(
+                setting,
+                f"{setting}={path!r} is a {spec.raw['architectures'][0]}, which says nothing. Give a language model, "
+                f"or set it as {role}.path.",
             )
 
 
@@ -80,6 +89,18 @@ def a_model_or_functions_score(facts: Facts) -> Iterator[Problem]:
                     f"{role}.components",
                     f"{role}.components are functions, and {role}.path={config.path!r} is a model that scores in their "
                     f"place. Set one of them to nothing.",
+                )
+            if config.path and config.judge.path:
+                yield Problem(
+                    f"{role}.judge.path",
+                    f"{role}.judge.path={config.judge.path!r} and {role}.path={config.path!r} are two models for one "
+                    "role. Set one of them to ''.",
+                )
+            if config.judge.path and "{response}" not in config.judge.question:
+                yield Problem(
+                    f"{role}.judge.question",
+                    f"{role}.judge.question has no {{response}}, so every answer would be judged alike. Put it where "
+                    "the answer belongs.",
                 )
 
 
@@ -106,56 +127,61 @@ def a_teacher_speaks_the_same_tokens(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("model", "rollout")
+@rule("model", "rollout", *SCORERS)
 def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
-    limits, spec = facts.config.rollout, facts.spec
-    if facts.longest > spec.max_positions:
-        yield Problem(
-            "rollout.max_tokens",
-            f"rollout.max_prompt_tokens + rollout.max_tokens = {limits.max_prompt_tokens} + {limits.max_tokens} = "
-            f"{facts.longest} is more than the model's {spec.max_positions} positions. Lower one of them by "
-            f"{facts.longest - spec.max_positions}.",
-        )
-    unknown = [i for i in limits.stop_token_ids if i >= spec.vocab_size]
-    if unknown:
-        yield Problem(
-            "rollout.stop_token_ids",
-            f"rollout.stop_token_ids={limits.stop_token_ids}: {unknown} are not below the model's vocabulary of "
-            f"{spec.vocab_size} ids.",
-        )
+    limited = {"rollout": ("rollout", facts.config.rollout), **facts.generating()}
+    for role, (where, limits) in limited.items():
+        spec, longest = facts.spec_of(role), limits.max_prompt_tokens + limits.max_tokens
+        if longest > spec.max_positions:
+            yield Problem(
+                f"{where}.max_tokens",
+                f"{where}.max_prompt_tokens + {where}.max_tokens = {limits.max_prompt_tokens} + {limits.max_tokens} = "
+                f"{longest} is more than the model's {spec.max_positions} positions. Lower one of them by "
+                f"{longest - spec.max_positions}.",
+            )
+        unknown = [i for i in limits.stop_token_ids if i >= spec.vocab_size]
+        if unknown:
+            yield Problem(
+                f"{where}.stop_token_ids",
+                f"{where}.stop_token_ids={limits.stop_token_ids}: {unknown} are not below the model's vocabulary of "
+                f"{spec.vocab_size} ids.",
+            )
 
 
-@rule("model", "rollout", "roles")
+@rule("model", "rollout", "roles", *SCORERS)
 def a_sequence_fits_the_kv_cache(facts: Facts) -> Iterator[Problem]:
-    if "rollout" not in facts.placed:
-        return
-    spec, layout = facts.spec, facts.placed["rollout"].layout
-    size = DTYPE_BYTES[facts.config.model.dtype]
-    layers, heads = math.ceil(spec.num_layers / layout.pp), math.ceil(spec.num_kv_heads / layout.tp)
-    a_token = 2 * layers * heads * spec.head_dim * size
-    blocks = math.ceil(facts.longest / KV_BLOCK_TOKENS) + 1  # vLLM keeps one block for itself
-    need = blocks * KV_BLOCK_TOKENS * a_token
-    have = facts.config.rollout.kv_cache_gb * 2**30
-    if need > have:
-        yield Problem(
-            "rollout.kv_cache_gb",
-            f"rollout.kv_cache_gb={facts.config.rollout.kv_cache_gb} ({int(have)} bytes) does not hold one sequence of "
-            f"{facts.longest} tokens: 2 * {layers} layers * {heads} kv heads * {spec.head_dim} * {size} bytes = "
-            f"{a_token} bytes a token, * {blocks * KV_BLOCK_TOKENS} tokens in whole blocks = {need} bytes. Set it to "
-            f"at least {math.ceil(need / 2**30 * 1000) / 1000:g}.",
-        )
+    for role, (where, limits) in facts.generating().items():
+        spec, layout = facts.spec_of(role), facts.placed[role].layout
+        size, longest = DTYPE_BYTES[facts.config.model.dtype], limits.max_prompt_tokens + limits.max_tokens
+        layers, heads = math.ceil(spec.num_layers / layout.pp), math.ceil(spec.num_kv_heads / layout.tp)
+        a_token = 2 * layers * heads * spec.head_dim * size
+        blocks = math.ceil(longest / KV_BLOCK_TOKENS) + 1  # vLLM keeps one block for itself
+        need = blocks * KV_BLOCK_TOKENS * a_token
+        have = limits.kv_cache_gb * 2**30
+        if need > have:
+            yield Problem(
+                f"{where}.kv_cache_gb",
+                f"{where}.kv_cache_gb={limits.kv_cache_gb} ({int(have)} bytes) does not hold one sequence of "
+                f"{longest} tokens: 2 * {layers} layers * {heads} kv heads * {spec.head_dim} * {size} bytes = "
+                f"{a_token} bytes a token, * {blocks * KV_BLOCK_TOKENS} tokens in whole blocks = {need} bytes. Set it "
+                f"to at least {math.ceil(need / 2**30 * 1000) / 1000:g}.",
+            )
 
 
-@rule("model", "roles", "ray.address")
+@rule("model", "roles", "ray.address", *SCORERS)
 def attention_heads_have_a_kernel(facts: Facts) -> Iterator[Problem]:
     _, gpus = machine()
-    on_cpu = "rollout" in facts.placed and starts_ray_here(facts.config.ray.address) and not gpus
-    if on_cpu and facts.spec.head_dim not in CPU_HEAD_DIMS:
-        yield Problem(
-            "model.path",
-            f"model.path={facts.config.model.path!r}: head_dim={facts.spec.head_dim}: on a CPU vLLM's attention knows "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))} only. Take another model, or a machine with a GPU.",
-        )
+    if gpus or not starts_ray_here(facts.config.ray.address):
+        return
+    for role in facts.generating():
+        setting, path = facts.path(role)
+        head_dim = facts.spec_of(role).head_dim
+        if head_dim not in CPU_HEAD_DIMS:
+            yield Problem(
+                setting,
+                f"{setting}={path!r}: head_dim={head_dim}: on a CPU vLLM's attention knows "
+                f"{', '.join(map(str, CPU_HEAD_DIMS))} only. Take another model, or a machine with a GPU.",
+            )
 
 
 @rule("model", "teacher", "roles", "pools", *CRITICS, *SCORERS)
@@ -175,7 +201,7 @@ def model_splits_over_the_layout(facts: Facts) -> Iterator[Problem]:
 @rule("model", "teacher", "roles", "actor.sequence_parallel", *CRITICS, *SCORERS)
 def experts_share_tokens(facts: Facts) -> Iterator[Problem]:
     for role in facts.model_roles():
-        if role == "rollout":
+        if role in facts.generating():
             continue
         tp, experts = facts.placed[role].layout.tp, facts.spec_of(role).num_experts
         if experts and tp > 1 and not facts.config.actor.sequence_parallel:

@@ -121,17 +121,34 @@ def layout_axes_are_available(facts: Facts) -> Iterator[Problem]:
             size = getattr(at.layout, axis)
             if size in (1, unused):
                 continue
+            kind = "rollout" if role in facts.generating() else role
             if role not in facts.model_roles():
                 reason = f"the {role} role has no model to split"
-            elif role == "rollout" and axis == "cp":
+            elif kind == "rollout" and axis == "cp":
                 reason = "generation does not split sequences"
-            elif role == "rollout" and axis == "pp":
+            elif kind == "rollout" and axis == "pp":
                 reason = "an engine has no pipeline stages"
-            elif axis not in AVAILABLE_AXES.get(role, ()):
-                reason = f"in this version {role} can use {', '.join(AVAILABLE_AXES[role])}"
+            elif axis not in AVAILABLE_AXES.get(kind, ()):
+                reason = f"in this version {role} can use {', '.join(AVAILABLE_AXES[kind])}"
             else:
                 continue
             yield Problem(f"roles.{role}.layout", f"roles.{role}.layout.{axis}={size}: {reason}. Set it to 1.")
+
+
+@rule("roles", "pools", *SCORERS)
+def engines_of_a_pool_are_cut_alike(facts: Facts) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for role in facts.generating():
+        other = first.setdefault(facts.placed[role].pool, role)
+        mine, theirs = facts.placed[role].layout, facts.placed[other].layout
+        if (mine.tp, mine.ep) != (theirs.tp, theirs.ep):
+            yield Problem(
+                f"roles.{role}.layout",
+                f"roles.{role}.layout: tp={mine.tp}, ep={mine.ep} beside roles.{other}.layout with tp={theirs.tp}, "
+                f"ep={theirs.ep} on pool {facts.placed[role].pool!r}: vLLM keeps one set of groups in a process. Give "
+                f"both the same degrees, or {role} a pool of its own: pools.{role}.devices=[{mine.tp}] "
+                f"roles.{role}.pool={role}.",
+            )
 
 
 @rule("roles", "pools")

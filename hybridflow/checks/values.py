@@ -140,6 +140,10 @@ SCORING_RANGES: dict[str, Range] = {
     "processes": COUNT,
     "in_flight": COUNT,
     "max_failed": SHARE,
+    "judge.max_prompt_tokens": COUNT,
+    "judge.max_tokens": COUNT,
+    "judge.kv_cache_gb": POSITIVE,
+    "judge.max_sequences": COUNT,
 }
 RANGES: dict[str, Range] = {
     "steps": COUNT,
@@ -232,7 +236,8 @@ def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
     for path, devices in expand(facts.config, "pools.*.devices"):
         if not devices or min(devices) < 1:
             yield Problem(path, f"{path}={devices}: name the devices of each node, such as [2] or [4,4].")
-    for path, ids in expand(facts.config, "rollout.stop_token_ids"):
+    stops = [item for role in ("reward", "cost") for item in present(facts.config, f"{role}.judge.stop_token_ids")]
+    for path, ids in [("rollout.stop_token_ids", facts.config.rollout.stop_token_ids), *stops]:
         if any(i < 0 for i in ids):
             yield Problem(path, f"{path}={ids}: token ids have to be at least 0.")
 

@@ -15,7 +15,8 @@ from omegaconf import MISSING
 from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, PreferenceConfig, SafetyConfig
 from hybridflow.config.algorithm import CorrectionConfig as CorrectionConfig
 from hybridflow.config.base import Settings
-from hybridflow.config.data import DataConfig, RewardConfig
+from hybridflow.config.data import DataConfig, EngineConfig, RewardConfig
+from hybridflow.config.data import JudgeConfig as JudgeConfig
 from hybridflow.config.data import RewardComponentConfig as RewardComponentConfig
 
 
@@ -224,30 +225,19 @@ class SamplingConfig(Settings):
 
 
 @dataclass
-class RolloutConfig(Settings):
+class RolloutConfig(EngineConfig):
     """Generation by vLLM.
 
     Attributes:
         n: samples per prompt.
         max_prompt_tokens: longest prompt; see ``data.long_prompts`` for longer ones.
-        max_tokens: longest response.
-        stop_token_ids: ids that end a response besides the model's end-of-sequence ids.
-        kv_cache_gb: memory for keys and values per device, in GiB.
-        max_sequences: most sequences in one engine step.
-        enforce_eager: no compilation of the model.
         sync_bucket_mb: memory of each device for slices of weights on their way to other devices, in MiB.
         check_sync: which of the rollout's weights are compared with the trainer's after a sync: ``off``, ``sample``
             (a row of each matrix, another one each time, and all vectors) or ``full``.
     """
 
     n: int = 8
-    max_prompt_tokens: int = 256
-    max_tokens: int = 256
-    stop_token_ids: list[int] = field(default_factory=list)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    kv_cache_gb: float = 0.5
-    max_sequences: int = 128
-    enforce_eager: bool = True
     sync_bucket_mb: float = 256.0
     check_sync: str = "sample"
 

@@ -57,6 +57,51 @@ class RewardComponentConfig(Settings):
 
 
 @dataclass
+class EngineConfig(Settings):
+    """What a vLLM engine may take.
+
+    Attributes:
+        max_prompt_tokens: longest prompt.
+        max_tokens: longest answer.
+        stop_token_ids: ids that end an answer besides the model's end-of-sequence ids.
+        kv_cache_gb: memory for keys and values per device, in GiB.
+        max_sequences: most sequences in one engine step.
+        enforce_eager: no compilation of the model.
+    """
+
+    max_prompt_tokens: int = 256
+    max_tokens: int = 256
+    stop_token_ids: list[int] = field(default_factory=list)
+    kv_cache_gb: float = 0.5
+    max_sequences: int = 128
+    enforce_eager: bool = True
+
+
+@dataclass
+class JudgeConfig(EngineConfig):
+    """A language model that is asked about each answer, greedily; what it says, its verdict, is what the functions of
+    the reward read.
+
+    Attributes:
+        path: its Hugging Face folder, with a tokenizer and a chat template of its own; the role then needs a pool of
+            kind ``device``. Empty means no judge. Its weights are in ``model.dtype``.
+        question: what it is asked: a text in which ``{prompt}``, ``{response}`` and ``{ground_truth}`` are replaced.
+        system_prompt: put before the question.
+        max_prompt_tokens: longest question, as the chat template writes it; an answer with a longer one has no reward.
+        max_tokens: longest verdict.
+    """
+
+    path: str = ""
+    question: str = (
+        "Question:\n{prompt}\n\nRight answer:\n{ground_truth}\n\nAnswer to judge:\n{response}\n\n"
+        "How good is the answer to judge? End with a line 'Score: N', where N is from 0 (useless) to 10 (perfect)."
+    )
+    system_prompt: str = ""
+    max_prompt_tokens: int = 1024
+    max_tokens: int = 128
+
+
+@dataclass
 class RewardConfig(Settings):
     """How answers are scored.
 
@@ -74,6 +119,7 @@ class RewardConfig(Settings):
         max_failed: largest share of failed answers in a batch (error, deadline, wrong value) that a run accepts.
         path: Hugging Face folder of a reward model, a classifier with one label: its score of the whole text replaces
             the functions; the role then needs a pool of kind ``device``. Empty means functions.
+        judge: a language model whose verdicts the functions read, as the column ``verdict``.
     """
 
     function: str = "hybridflow.rewards.verifiers:exact_match"
@@ -86,3 +132,4 @@ class RewardConfig(Settings):
     step_end: str = ""
     max_failed: float = 0.5
     path: str = ""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -29,6 +29,7 @@ WORKERS = {
     "cost": "hybridflow.workers.reward:RewardWorker",
 }
 REWARD_MODEL = "hybridflow.workers.reward_model:RewardModelWorker"
+JUDGE = "hybridflow.workers.judge:JudgeWorker"
 REWARD_MODEL_IN_TRAINING = "hybridflow.workers.reward_model:RewardModelTrainer"
 # The order in which roles are built on a pool: the rollout finds the actor's engine there.
 ROLE_ORDER = tuple(WORKERS)
@@ -89,4 +90,6 @@ def worker_of(role: str, config: RunConfig) -> str:
     """Import path of the class that a role's processes run."""
     if role == "actor" and isinstance(config, RewardModelConfig):
         return REWARD_MODEL_IN_TRAINING
+    if role in SCORERS and getattr(config, role).judge.path:
+        return JUDGE
     return REWARD_MODEL if role in SCORERS and getattr(config, role).path else WORKERS[role]

@@ -27,7 +27,8 @@ def check_model(config: RunConfig) -> Tokenizer:
 
     Raises:
         ModelError: a weight file or tensor is missing, damaged, of another shape or dtype than config.json says; the
-            tokenizer cannot be used, or is not the model's; no id that can be drawn ends an answer.
+            tokenizer (or that of a judge) cannot be used, or is not the model's; no id that can be drawn ends an
+            answer.
     """
     folder, tokenizer_folder = config.model.path, config.model.tokenizer_path or config.model.path
     spec = ModelSpec.from_folder(folder)
@@ -38,6 +39,10 @@ def check_model(config: RunConfig) -> Tokenizer:
         raise ModelError(f"model.path={folder!r}: {error}") from error
     tokenizer = load_tokenizer(tokenizer_folder)
     check_tokenizer(tokenizer)
+    for role in ("reward", "cost"):
+        scoring = getattr(config, role, None)
+        if config.roles.get(role) is not None and scoring is not None and scoring.judge.path:
+            check_tokenizer(load_tokenizer(scoring.judge.path))
     known = vocabulary_size(tokenizer_folder, spec.vocab_size)
     if config.roles.get("rollout") is not None:
         _check_ends(config, spec, tokenizer, known)

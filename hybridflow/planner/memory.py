@@ -122,9 +122,8 @@ class _Device:
 
     def parts(self, rank: int) -> Iterator[Part]:
         for role, layout in self.models.items():
-            if role == ROLLOUT:
-                assert isinstance(layout, GenerationLayout)
-                yield from self._rollout(layout)
+            if isinstance(layout, GenerationLayout):
+                yield from self._rollout(layout) if role == ROLLOUT else self._judge(role, layout)
             else:
                 training = training_of(layout)
                 at = training.coordinates(rank)
@@ -169,6 +168,16 @@ class _Device:
             yield Part("rollout.sync_buckets", sync=staged, bound=True)
         working = generation_bytes(spec, layout.tp, self.longest, limits.max_sequences, self.item)
         yield Part("rollout.activations", generate=working, bound=True)
+
+    def _judge(self, role: str, layout: GenerationLayout) -> Iterator[Part]:
+        """An engine that stays in memory; its weights come from a folder."""
+        limits, spec = getattr(self.config, role).judge, self.specs[role]
+        weights = sum(_size(p.shape) for p in vllm_table(spec, layout.tp, 0, layout.ep).values()) * self.item
+        yield _everywhere(f"{role}.weights", weights)
+        yield _everywhere(f"{role}.kv_cache", int(limits.kv_cache_gb * GIB))
+        longest = limits.max_prompt_tokens + limits.max_tokens
+        working = generation_bytes(spec, layout.tp, longest, limits.max_sequences, self.item)
+        yield Part(f"{role}.activations", generate=working, bound=True)
 
     def _rows_of_an_update(self, dp: int, mini_batch_size: int) -> int:
         rows = mini_batch_size or self.config.data.prompts_per_step * self.config.rollout.n

@@ -11,7 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridflow.config import RewardConfig
+from hybridflow.errors import RewardError
 from hybridflow.rewards.functions import Call, Component, Outcome, failure
+
+VERDICT = "verdict"
+"""The column of what a judge says."""
 
 SCORE = "score"
 """Name of the function's own part beside those of the components."""
@@ -44,8 +48,19 @@ def check_reward(config: RewardConfig, where: str = "reward") -> None:
     Raises:
         RewardError: names the setting, and what is there instead.
     """
-    for component in components_of(config, where):
-        Call(component)
+    calls = [Call(component) for component in components_of(config, where)]
+    if config.judge.path and not any(call.reads(VERDICT) for call in calls):
+        raise RewardError(
+            f"{where}.judge.path={config.judge.path!r}, but no function of {where} reads what the judge says: none has "
+            f"an argument {VERDICT!r}. Set {where}.function=hybridflow.rewards.judge:score, or write f(prompts, "
+            f"responses, ground_truth, {VERDICT})."
+        )
+    for component, call in zip(components_of(config, where), calls, strict=True):
+        if not config.judge.path and call.needs(VERDICT):
+            raise RewardError(
+                f"{component.setting}.function={component.function!r} reads the column {VERDICT!r}, which a judge "
+                f"gives. Set {where}.judge.path to the folder of a language model."
+            )
 
 
 def combine(outcomes: Sequence[Outcome], weights: Mapping[str, float], solved_at: float) -> Outcome:

@@ -89,6 +89,16 @@ class Call:
             _check_signature(component, self._known)
         self.is_async = is_async(self._function)
 
+    def reads(self, column: str) -> bool:
+        """Whether the function is given a column where a batch has it."""
+        return self._known is None or column in self._known
+
+    def needs(self, column: str) -> bool:
+        """Whether the function cannot be called without a column, by its signature."""
+        if self._known is None or column not in self._known or column in self._options:
+            return False
+        return inspect.signature(self._function).parameters[column].default is inspect.Parameter.empty
+
     def __call__(self, row: Mapping[str, Any]) -> Any:
         """What the function returns for one row: one entry of each column. Options win over a column of their name."""
         columns = {key: [value] for key, value in row.items() if self._known is None or key in self._known}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridflow.config import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.protocol.meta import Max
 from hybridflow.rewards.components import SCORE, combine, components_of, weights_of
-from hybridflow.rewards.functions import Outcome
+from hybridflow.rewards.functions import Outcome, failure
 from hybridflow.rewards.pool import ScorePool
 
 
@@ -66,7 +66,12 @@ class Scorer:
         self._pool = ScorePool(components_of(config, where), config.timeout, config.processes, config.in_flight)
 
     def score(
-        self, prompts: Sequence[Any], responses: Sequence[str], ground_truth: Sequence[Any], **columns: Sequence[Any]
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[str],
+        ground_truth: Sequence[Any],
+        failed: Mapping[int, str] | None = None,
+        **columns: Sequence[Any],
     ) -> Scores:
         """Score answers.
 
@@ -74,6 +79,7 @@ class Scorer:
             prompts: conversations.
             responses: texts of the answers.
             ground_truth: what to compare with.
+            failed: rows that are known to have no score, and why.
             columns: further columns, offered to the functions under their names.
 
         Raises:
@@ -81,9 +87,13 @@ class Scorer:
         """
         start = time.perf_counter()
         named = {"prompts": prompts, "responses": responses, "ground_truth": ground_truth, **columns}
+        failed = failed or {}
         rows = [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
-        found = self._pool.score(rows)
-        outcomes = [combine(parts, self._weights, self.config.solved_at) for parts in found]
+        found = iter(self._pool.score([row for i, row in enumerate(rows) if i not in failed]))
+        outcomes = [
+            failure(failed[i]) if i in failed else combine(next(found), self._weights, self.config.solved_at)
+            for i in range(len(rows))
+        ]
         self._check_failures(outcomes)
         return Scores(
             rewards=[outcome.reward for outcome in outcomes],

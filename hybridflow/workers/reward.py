@@ -6,7 +6,7 @@ batch; see :mod:`hybridflow.rewards.scorer` for what a failing one gets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from hybridflow.rewards.scorer import Scorer, Scores
 from hybridflow.rewards.steps import step_numbers
 from hybridflow.workers.base import Worker, register
 
-OWN_COLUMNS = frozenset({"messages", "ground_truth", "response_text", "reward_error", "reward_components", "answer"})
+OWN_COLUMNS = frozenset(
+    {"messages", "ground_truth", "response_text", "reward_error", "reward_components", "answer", "verdict"}
+)
 
 
 class RewardWorker(Worker):
@@ -63,10 +65,21 @@ class RewardWorker(Worker):
             key: list(batch.non_tensor_batch[key]) for key in batch.non_tensor_batch if key not in OWN_COLUMNS
         }
         messages, ground_truth = (list(batch.non_tensor_batch[key]) for key in ("messages", "ground_truth"))
-        scores = self.scorer.score(messages, texts, ground_truth, **columns)
-        answer = columns_of(self.context.role, scores, texts)
+        more, failed, metrics = self.further(messages, texts, ground_truth)
+        scores = self.scorer.score(messages, texts, ground_truth, failed, **columns, **more)
+        answer = columns_of(self.context.role, scores, texts, more, metrics)
         steps = self.settings.step_end and self.context.role == "reward"
         return answer.union(self._steps(ids, scores)) if steps else answer
+
+    def further(
+        self, messages: Sequence[Any], texts: Sequence[str], ground_truth: Sequence[Any]
+    ) -> tuple[dict[str, Sequence[Any]], dict[int, str], dict[str, float]]:
+        """What a role adds to the columns that its functions are offered.
+
+        Returns:
+            The columns, which the scored batch gets too; rows that cannot be scored, and why; metrics.
+        """
+        return {}, {}, {}
 
     def _steps(self, ids: Sequence[torch.Tensor], scores: Scores) -> DataProto:
         """The scores of the steps, and the step of each token; -1 where the function has given none."""
@@ -95,14 +108,27 @@ class RewardWorker(Worker):
             self.scorer.close()
 
 
-def columns_of(role: str, scores: Scores, texts: Sequence[str]) -> DataProto:
-    """Scores as the columns of the role ``reward`` or ``cost``; see :meth:`RewardWorker.score`."""
+def columns_of(
+    role: str,
+    scores: Scores,
+    texts: Sequence[str],
+    more: Mapping[str, Sequence[Any]] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> DataProto:
+    """Scores as the columns of the role ``reward`` or ``cost``; see :meth:`RewardWorker.score`.
+
+    Args:
+        more: further columns; those of the role ``cost`` have its name before theirs.
+        metrics: further ones.
+    """
+    prefix = "" if role == "reward" else f"{role}_"
     tensors = {f"{role}s": torch.tensor(scores.rewards, dtype=torch.float32)}
     objects: dict[str, Sequence[Any]] = {f"{role}_error": scores.errors}
+    objects |= {f"{prefix}{name}": column for name, column in (more or {}).items()}
     if scores.components:
         objects[f"{role}_components"] = scores.components
     if role == "reward":
         tensors["solved"] = torch.tensor(scores.solved, dtype=torch.bool)
         objects |= {"response_text": texts, "answer": scores.answers}
-    metrics = {f"{role}/{name}": value for name, value in scores.metrics.items()}
-    return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"metrics": metrics})
+    found = {f"{role}/{name}": value for name, value in {**scores.metrics, **(metrics or {})}.items()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"metrics": found})

@@ -93,7 +93,7 @@ def test_a_reward_model_is_a_classifier_on_devices(
     for given, message in {
         "reward.path=no/where": "reward.path='no/where': no such folder.",
         f"reward.path={policy}": f"reward.path='{policy}' is a language model: its scores would mean nothing. Give a "
-        "classifier with one label, such as examples/reward_model.py trains.",
+        "classifier with one label, such as examples/reward_model.py trains, or set it as reward.judge.path.",
     }.items():
         assert message in refused(given, *placed)
     assert "roles.reward.pool='cpu' has kind 'cpu', whose processes have no device" in refused(f"reward.path={path}")

@@ -2,7 +2,7 @@
 
 A driver takes most of its time to import vLLM and to start Ray, so there are as few runs as the claims allow:
 
-    sft (2 devices) -> grpo (2 devices, with reference; generates on tp2)   what every example leaves behind
+    sft (2 devices, a judge) -> grpo (2 devices, with reference; generates on tp2)   what every example leaves behind
     straight (1 device, 4 steps)                            what the runs below have to come to, bit by bit
     interrupted -> continued                                Ctrl-C in step 2, then resume by a driver of the user's own
     killed -> recovered                                     a device process killed in step 2, then resume
@@ -126,8 +126,13 @@ def straight_driver(start: Callable[..., Driver], four_steps: list[str]) -> Driv
 
 
 @pytest.fixture(scope="session")
-def sft(start: Callable[..., Driver], overrides: list[str], straight_driver: Driver) -> Finished:
-    return to_its_end(start(SFT, overrides, "name=sft", "steps=2", "pools.train.devices=[2]", "evaluate.every=2"))
+def sft(start: Callable[..., Driver], overrides: list[str], folder: Path, straight_driver: Driver) -> Finished:
+    """Its evaluations are judged by the untrained model, on the devices that train and generate."""
+    judge = ["roles.reward.pool=train", "reward.judge={max_prompt_tokens: 60, max_tokens: 4, question: '{response}'}"]
+    judge += ["reward.judge.kv_cache_gb=0.05", f"reward.judge.path={folder / 'model'}"]
+    judge += [f"reward.components={{said: {{function: '{REWARD}:said', weight: 0.0}}}}"]
+    more = ["name=sft", "steps=2", "pools.train.devices=[2]", "evaluate.every=2"]
+    return to_its_end(start(SFT, overrides, *judge, *more))
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,13 @@ async def size(prompts: Sequence[object], responses: Sequence[str], ground_truth
     return [float(len(answer)) for answer in responses]
 
 
+def said(
+    prompts: Sequence[object], responses: Sequence[str], ground_truth: Sequence[str], verdict: Sequence[str]
+) -> list[float]:
+    """The number of characters that a judge has said of each answer."""
+    return [float(len(text)) for text in verdict]
+
+
 def even(prompts: Sequence[object], responses: Sequence[str], ground_truth: Sequence[str]) -> list[float]:
     """:func:`expected` of each answer: a problem that any model solves a little and a tiny one learns in some steps."""
     return [expected(answer) for answer in responses]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -109,7 +110,12 @@ def test_the_console_shows_the_placement_the_steps_and_the_summary(run: Finished
         "pool   devices     role       layout\n" if name == "grpo" else "pool   devices     role     layout\n"
     )
     assert re.search(r"^train  \[2\] device  actor +tp1 pp1 cp1 dp2$", out, re.M)
-    assert re.search(r"^cpu    \[1\] cpu     reward +tp1 pp1 cp1 dp1$", out, re.M)
+    scored = (
+        r"^cpu    \[1\] cpu     reward +tp1 pp1 cp1 dp1$"
+        if name == "grpo"
+        else r"^train  \[2\] device  reward +tp1 .* dp2"
+    )
+    assert re.search(scored, out, re.M)
     assert [line.split("  ")[0] for line in out.splitlines() if re.match(r"step \d+/2", line)] == [
         "step 0/2",
         "step 1/2",
@@ -167,6 +173,22 @@ def test_supervised_runs_dump_their_answers(sft: Finished) -> None:
     rows = [row for row in rows_of(sft.run_dir / "rollouts.jsonl") if row["tag"] == "train"]
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
     assert all(row["response"] == row["ground_truth"] + "<|end|>" for row in rows)
+
+
+def test_a_judge_beside_actor_and_rollout_says_what_transformers_says(sft: Finished, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    rows = [row for row in rows_of(sft.run_dir / "rollouts.jsonl") if row["tag"] == "evaluate"]
+    assert len(rows) == 2 * 16
+    for row in rows[:4] + rows[-4:]:
+        question = f"<|user|>{row['response']}<|end|><|assistant|>"
+        prompt = torch.tensor([tokenizer(question, add_special_tokens=False)["input_ids"]])
+        said = model.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+        assert row["verdict"] == tokenizer.decode(said, skip_special_tokens=True)
+        assert row["reward_components"]["said"] == len(row["verdict"])
 
 
 def test_the_rollout_gives_the_log_probs_of_the_trainer(grpo: Finished, straight: Finished) -> None:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow import platform
-from hybridflow.config import RolloutConfig, SamplingConfig
+from hybridflow.config import EngineConfig, SamplingConfig
 from hybridflow.engines.vllm import cpu, environment
 from hybridflow.errors import ConfigError, DataError, ModelError
 from hybridflow.models.spec import ModelSpec
@@ -107,6 +107,7 @@ class RolloutEngine:
         layout: how the ranks of the world share replicas; None makes each rank a replica of its own.
         load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
         releasable: on a GPU, weights and KV cache lie where :attr:`memory` can release them.
+        where: name of the settings ``config``, for messages.
 
     Attributes:
         memory: gives weights and KV cache back and takes them anew; see :meth:`release_weights`.
@@ -120,14 +121,16 @@ class RolloutEngine:
         folder: str,
         spec: ModelSpec,
         dtype: torch.dtype,
-        config: RolloutConfig,
+        config: EngineConfig,
         valid_vocab: int,
         max_model_len: int,
         *,
         layout: GenerationLayout | None = None,
         load_weights: bool = False,
         releasable: bool = False,
+        where: str = "rollout",
     ) -> None:
+        self.where = where
         self.spec, self.dtype, self.config, self.max_model_len = spec, dtype, config, max_model_len
         environment.ensure_world()
         self.layout = layout or ParallelLayout(dp=dist.get_world_size()).generation(tp=1)
@@ -177,15 +180,17 @@ class RolloutEngine:
         cpu.check_head_dim(spec.head_dim)
         check_vllm(spec, layout.tp, layout.ep)
         if layout.pp > 1:
-            raise ConfigError(f"rollout layout {layout}: an engine has no pipeline stages. Set pp to 1 and use tp.")
+            raise ConfigError(
+                f"{self.where} layout {layout}: an engine has no pipeline stages. Set pp to 1 and use tp."
+            )
         if self.max_model_len > spec.max_positions:
             raise ConfigError(
-                f"prompt and response of up to {self.max_model_len} tokens (rollout.max_prompt_tokens + "
-                f"rollout.max_tokens = {config.max_prompt_tokens} + {config.max_tokens}) exceed the model's "
+                f"prompt and response of up to {self.max_model_len} tokens ({self.where}.max_prompt_tokens "
+                f"+ {self.where}.max_tokens = {config.max_prompt_tokens} + {config.max_tokens}) exceed the model's "
                 f"{spec.max_positions} positions. Lower one of the two."
             )
         if config.kv_cache_gb <= 0 and not platform.current().is_cuda:
-            raise ConfigError(f"rollout.kv_cache_gb={config.kv_cache_gb}: on a CPU give a size above 0, in GiB.")
+            raise ConfigError(f"{self.where}.kv_cache_gb={config.kv_cache_gb}: on a CPU give a size above 0, in GiB.")
         block_tokens = _GPU_BLOCK_TOKENS if platform.current().is_cuda else cpu.BLOCK_TOKENS
         blocks = math.ceil(self.max_model_len / block_tokens)
         kv_heads = max(1, spec.num_kv_heads // layout.tp)
@@ -194,11 +199,11 @@ class RolloutEngine:
         needed = (blocks + 1) * block_tokens * per_token
         if 0 < config.kv_cache_gb * 2**30 < needed:
             raise ConfigError(
-                f"rollout.kv_cache_gb={config.kv_cache_gb} cannot hold one sequence of {self.max_model_len} tokens: "
-                f"{blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {kv_heads} "
+                f"{self.where}.kv_cache_gb={config.kv_cache_gb} cannot hold one sequence of {self.max_model_len} "
+                f"tokens: {blocks + 1} blocks of {block_tokens} tokens * (2 * {spec.num_layers} layers * {kv_heads} "
                 f"KV heads * {spec.head_dim} * {self.dtype.itemsize} bytes) = {needed} bytes. Set "
-                f"rollout.kv_cache_gb to at least {needed / 2**30:.3f}, or lower rollout.max_prompt_tokens or "
-                f"rollout.max_tokens."
+                f"{self.where}.kv_cache_gb to at least {needed / 2**30:.3f}, or lower {self.where}.max_prompt_tokens "
+                f"or {self.where}.max_tokens."
             )
 
     def _mask_vocabulary(self) -> None:
@@ -294,7 +299,7 @@ class RolloutEngine:
                 f"Give 0 (greedy) or at least {MIN_TEMPERATURE}."
             )
         limit, setting = min(
-            (self.config.max_prompt_tokens, f"rollout.max_prompt_tokens={self.config.max_prompt_tokens}"),
+            (self.config.max_prompt_tokens, f"{self.where}.max_prompt_tokens={self.config.max_prompt_tokens}"),
             (self.max_model_len - 1, f"one less than the engine's max_model_len={self.max_model_len}"),
         )
         for index, request in enumerate(requests):
