@@ -34,7 +34,7 @@ HIDDEN, LAYERS = 1024, 8
 SETTINGS = {
     "default": ["memory.offload=[gradients,parameters]", "memory.keep_rollout=false"],
     "everything takes turns": [
-        "memory.offload=[gradients,optimizer,parameters,reference]",
+        "memory.offload=[gradients,optimizer,parameters,others]",
         "memory.keep_rollout=false",
     ],
     "everything stays": ["memory.offload=[]", "memory.keep_rollout=true"],

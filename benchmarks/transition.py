@@ -11,7 +11,7 @@ For each transition, of the rank that has most of it:
   pipeline's first and last stage hold the vocabulary's matrices and the others do not.
 - peak: memory that a transition adds, as the kernel measured it (highest resident size while the rollout's parameters
   are allocated and filled, minus the size before), beside its limit: the generation shard, measured alone in the same
-  way, plus one bucket.
+  way, plus one bucket. That is asserted as sharply as the kernel counts: see ``RESOLUTION``.
 - seconds: the median over the repeats.
 - copy: the time of a plain memory copy of a rank's generation shard, on all ranks at once. ratio = seconds / copy.
 - gather: the usual way, beside it: every parameter is gathered whole on every rank, tensor by tensor, then cut.
@@ -22,6 +22,7 @@ Every parameter that arrives is compared with the value that its place in the mo
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -60,6 +61,10 @@ SPEC = ModelSpec.from_config(
         "eos_token_id": 1,
     }
 )
+CPUS = os.cpu_count() or 1
+RESOLUTION = CPUS * max(32, 2 * CPUS) * os.sysconf("SC_PAGE_SIZE")
+"""Bytes by which resident memory may differ from what the kernel says: each CPU counts so many pages of a process by
+itself (percpu_counter_batch). Equal runs on two CPUs differed by up to 0.1 MB."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -112,15 +117,20 @@ def num_bytes(tensors: Tensors) -> int:
 
 
 def added_memory(run: Callable[[], Tensors]) -> tuple[int, Tensors]:
-    """Bytes by which the process grew at most while ``run`` ran, by the kernel's count; and what it returned."""
-    current().release_cache()
-    with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")  # the highest resident size starts anew
-    before = current().memory()["rss"]
-    answer = run()
-    with open("/proc/self/status") as f:
-        highest = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    return highest - before, answer
+    """Bytes by which the process grew at most while ``run`` ran, by the kernel's count; and what it returned.
+
+    The median of three, all ranks at once, after one that is not counted: the first use of code takes memory for good.
+    """
+    grown, answer = [], run()
+    for _ in range(3):
+        answer = {}
+        dist.barrier()
+        current().release_cache()
+        before = current().memory()["rss"]
+        current().forget_peak()
+        answer = run()
+        grown.append(current().peak() - before)
+    return int(statistics.median(grown)), answer
 
 
 def median_seconds(repeats: int, run: Callable[[], object]) -> float:
@@ -197,15 +207,12 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
         return targets
 
     traffic, gathered = [], []
-    shard, _ = added_memory(lambda: {name: tensor.zero_() for name, tensor in empty().items()})
-    move()  # the first exchange of a group connects its members
-    dist.barrier()
+    shard, targets = added_memory(lambda: {name: tensor.zero_() for name, tensor in empty().items()})
+    del targets
     peak, targets = added_memory(move)
     check(targets)
     seconds = median_seconds(repeats, lambda: reshard(plan, sources, targets, dtype=dtype, group=group, share=share))
     del targets
-    move_whole()
-    dist.barrier()
     gather_peak, targets = added_memory(move_whole)
     check(targets)
     gather_seconds = median_seconds(repeats, lambda: gather.run(sources, targets, dtype))
@@ -241,6 +248,9 @@ def report(name: str, dtype: torch.dtype, by_rank: list[Measured]) -> str:
     formula = Fraction(tp - size, size * tp) * matrices * dtype.itemsize
     mean = Fraction(sum(m.received for m in by_rank), len(by_rank))
     assert mean == formula, f"{name}: {mean} bytes received a rank, the formula gives {formula}"
+
+    above = max(m.peak - m.limit for m in by_rank)
+    assert above < RESOLUTION, f"{name}: {above} bytes more than the generation shard and a bucket at the peak"
 
     def largest(field: str) -> float:
         return max(getattr(m, field) for m in by_rank)

@@ -1,10 +1,12 @@
 """Checkpoints are whole or absent: interrupted, failing and damaged ones never pass for whole ones."""
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +219,41 @@ def test_a_killed_writer_leaves_the_earlier_checkpoint_and_its_remains_are_remov
     assert store.latest() == (1, store.folder(1))
     write(store, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000001", "step_000003"]
+
+
+def _write_and_die_at(call: int, step: int, root: Path) -> None:
+    """Write a checkpoint, but die before files are moved, deleted or brought to the disk for the ``call``-th time."""
+    left = itertools.count(call, -1)
+
+    def dying(function: Callable) -> Callable:
+        def or_die(*args, **kwargs):
+            if next(left) == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return or_die
+
+    os.fsync, shutil.rmtree = dying(os.fsync), dying(shutil.rmtree)
+    Path.rename = dying(Path.rename)  # type: ignore[assignment,method-assign]
+    write(CheckpointStore(root, keep=1), step, "new")
+
+
+@pytest.mark.parametrize(("step", "calls"), [(1, 13), (2, 11)])
+def test_at_every_moment_there_is_a_whole_checkpoint(tmp_path: Path, step: int, calls: int) -> None:
+    """With one kept, while that one is written again and while the next one is."""
+    found = []
+    for call in range(calls + 1):
+        store = CheckpointStore(tmp_path / str(call), keep=1)
+        write(store, 1, "old")
+        child = multiprocessing.get_context("fork").Process(target=_write_and_die_at, args=(call, step, store.root))
+        child.start()
+        child.join()
+        assert child.exitcode == (-signal.SIGKILL if call < calls else 0), call
+        which, folder = store.latest() or (0, store.root)
+        found.append((which, (folder / "actor" / "model.bin").read_text()))
+        if step == 2:
+            verify(store.root / (store.root / "latest").read_text().strip())
+    assert found[0] == (1, "old") and found[-1] == (step, "new") and set(found) == {found[0], found[-1]}
 
 
 def test_never_refuses_a_run_that_has_a_checkpoint(tmp_path: Path) -> None:

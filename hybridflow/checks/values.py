@@ -91,7 +91,7 @@ IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "a
 """Names that may also be a function of the user's own, ``package.module:name`` or ``path/file.py:name``."""
 
 
-OFFLOADS = ("gradients", "optimizer", "parameters", "reference")
+OFFLOADS = ("gradients", "optimizer", "parameters", "others")
 
 
 @dataclass(frozen=True)

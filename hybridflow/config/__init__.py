@@ -248,9 +248,10 @@ class MemoryConfig(Settings):
 
     Attributes:
         offload: what is not in memory while the rollout generates: ``gradients``; ``optimizer`` (moments and float32
-            copies); ``parameters`` of models in training; ``reference``, the weights of frozen models. Gradients are
-            dropped, and the actor's parameters are taken back from the rollout's weights where these hold all of them;
-            everything else waits in the host's memory, or in a file where the device is a CPU.
+            copies); ``parameters`` of the actor; ``others``, the weights of all other models: reference, teacher,
+            critics, reward models. Gradients are dropped, and the actor's parameters are taken back from the rollout's
+            weights where these hold all of them; everything else waits in the host's memory, or in a file where the
+            device is a CPU.
         keep_rollout: the rollout's weights and KV cache stay in memory while the actor trains.
         share_weights: parameters that are the same for actor and rollout, element for element, are in memory once.
             Updates then reach the rollout at once, so after an update it generates only once its weights were synced.

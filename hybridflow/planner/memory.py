@@ -21,6 +21,7 @@ from hybridflow.config import RunConfig
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_table
 from hybridflow.resharding.layout import Coordinates, GenerationLayout, Layout, ParallelLayout, training_of
+from hybridflow.resharding.plan import Table, coinciding
 
 SITUATIONS = ("update", "sync", "generate")
 TRAINED, FROZEN, ROLLOUT = ("actor", "critic", "cost_critic"), ("reference", "teacher", "reward", "cost"), "rollout"
@@ -114,7 +115,7 @@ class _Device:
         self.config, self.specs, self.models = config, specs, models
         self.item = DTYPE_BYTES[config.model.dtype]
         self.takes_turns = ROLLOUT in models and "actor" in models
-        self._tables: dict[tuple[str, int], dict[str, int]] = {}
+        self._tables: dict[tuple[str, Coordinates], Table] = {}
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """What decides how much a rank holds."""
@@ -123,18 +124,19 @@ class _Device:
     def parts(self, rank: int) -> Iterator[Part]:
         for role, layout in self.models.items():
             if isinstance(layout, GenerationLayout):
-                yield from self._rollout(layout) if role == ROLLOUT else self._judge(role, layout)
+                yield from self._rollout(layout, rank) if role == ROLLOUT else self._judge(role, layout)
             else:
                 training = training_of(layout)
                 at = training.coordinates(rank)
                 yield from self._trained(role, training, at) if role in TRAINED else self._frozen(role, training, at)
 
     def _trained(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
-        sizes = self._sizes(role, layout, at)
+        sizes = {name: _size(p.shape) for name, p in self._table(role, layout, at).items()}
         expert = sum(size for name, size in sizes.items() if ".experts." in name)
         dense = sum(sizes.values()) - expert
         distributed = getattr(self.config, role).optimizer.distributed
-        yield self._part(f"{role}.parameters", (dense + expert) * self.item, "parameters", in_sync=role == "actor")
+        weights, is_actor = (dense + expert) * self.item, role == "actor"
+        yield self._part(f"{role}.parameters", weights, "parameters" if is_actor else "others", in_sync=is_actor)
         yield self._part(f"{role}.gradients", gradient_bytes(dense + expert), "gradients")
         state = optimizer_bytes(dense, expert, layout, self.item, distributed)
         yield self._part(f"{role}.optimizer", state, "optimizer")
@@ -152,14 +154,16 @@ class _Device:
             yield Part(f"{role}.logits", update=logit_bytes(spec, layout.tp, wanted), bound=True)
 
     def _frozen(self, role: str, layout: ParallelLayout, at: Coordinates) -> Iterator[Part]:
-        yield self._part(f"{role}.parameters", sum(self._sizes(role, layout, at).values()) * self.item, "reference")
+        elements = sum(_size(p.shape) for p in self._table(role, layout, at).values())
+        yield self._part(f"{role}.parameters", elements * self.item, "others")
 
-    def _rollout(self, layout: GenerationLayout) -> Iterator[Part]:
+    def _rollout(self, layout: GenerationLayout, rank: int) -> Iterator[Part]:
         limits, spec = self.config.rollout, self.specs[ROLLOUT]
         away = self.takes_turns and not self.config.memory.keep_rollout
-        table = vllm_table(spec, layout.tp, 0, layout.ep)
+        table = vllm_table(spec, layout.tp, layout.coordinates(rank).tp, layout.ep)
         weights = sum(_size(p.shape) for p in table.values()) * self.item
-        yield Part("rollout.weights", 0 if away else weights, weights, weights)
+        own = weights - self._shared(table, rank)
+        yield Part("rollout.weights", 0 if away else own, own, own)
         cache = int(limits.kv_cache_gb * GIB)
         yield Part("rollout.kv_cache", *((0, 0, cache) if away else (cache, cache, cache)))
         received = int(max(layout.received_share(rank) for rank in range(layout.world_size)) * weights * layout.tp)
@@ -192,13 +196,20 @@ class _Device:
         away = self.takes_turns and kind in self.config.memory.offload
         return Part(name, size, 0 if away and not in_sync else size, 0 if away else size)
 
-    def _sizes(self, role: str, layout: ParallelLayout, at: Coordinates) -> dict[str, int]:
-        """Elements of each parameter of a rank."""
-        if (role, at.pp) not in self._tables:
+    def _shared(self, table: Table, rank: int) -> int:
+        """Bytes of the rollout's parameters that use the actor's memory."""
+        if not (self.takes_turns and self.config.memory.share_weights):
+            return 0
+        training = training_of(self.models["actor"])
+        actor = self._table("actor", training, training.coordinates(rank))
+        return sum(_size(table[name].shape) for name in coinciding(actor, table)) * self.item
+
+    def _table(self, role: str, layout: ParallelLayout, at: Coordinates) -> Table:
+        """The parameters of a rank."""
+        if (role, at) not in self._tables:
             spec = self.specs[role]
-            table = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
-            self._tables[role, at.pp] = {name: _size(parameter.shape) for name, parameter in table.items()}
-        return self._tables[role, at.pp]
+            self._tables[role, at] = megatron_table(spec, layout, at, padded_vocab_size(spec, layout.tp))
+        return self._tables[role, at]
 
 
 def gradient_bytes(parameters: int) -> int:

@@ -6,7 +6,7 @@ a :class:`Part`, and the parts stand in a fixed order of slots:
     slot              training    generation
     GRADIENTS         held        away
     OPTIMIZER         held        away
-    FROZEN            held        away          weights of models that the rollout takes nothing from
+    OTHERS            held        away          weights of models that the rollout takes nothing from
     ROLLOUT_WEIGHTS   away        held          restoring them is the transition of weights
     PARAMETERS        held        away          of the model that the rollout's weights are taken from
     KV_CACHE          away        held
@@ -36,7 +36,7 @@ class Slot(IntEnum):
 
     GRADIENTS = 0
     OPTIMIZER = 1
-    FROZEN = 2
+    OTHERS = 2
     ROLLOUT_WEIGHTS = 3
     PARAMETERS = 4
     KV_CACHE = 5

@@ -99,67 +99,55 @@ def _exchange(
 ) -> tuple[int, int, int]:
     """Pack, exchange and unpack round by round; returns elements sent, received and of both buffers."""
     # All slices are looked up before the first travels: an error half-way would leave the other ranks waiting.
-    most = [0, 0]
     for step in plan.rounds:
-        for k, side in enumerate((_leaving(step, sources), _arriving(step, targets, dtype))):
-            most[k] = max(most[k], _num_elements(side))
+        for _ in chain(_leaving(step, sources), _arriving(step, targets, dtype)):
+            pass
+    out_splits = [_splits(step.sends, plan.group) for step in plan.rounds]
+    in_splits = [_splits(step.receives, plan.group) for step in plan.rounds]
     device = next(chain(sources.values(), targets.values())).device
-    outgoing, incoming = (torch.empty(size, dtype=dtype, device=device) for size in most)
-    sent = received = 0
-    for step in plan.rounds:
-        leaving, arriving = _leaving(step, sources), _arriving(step, targets, dtype)
-        num_out, num_in = _num_elements(leaving), _num_elements(arriving)
-        for part, tensor in _parts(outgoing, leaving):
+    outgoing, incoming = (
+        torch.empty(max(map(sum, splits)), dtype=dtype, device=device) for splits in (out_splits, in_splits)
+    )
+    for step, out_split, in_split in zip(plan.rounds, out_splits, in_splits, strict=True):
+        for part, tensor in _parts(outgoing, _leaving(step, sources)):
             part.copy_(tensor)
-        splits = _splits(arriving, plan.group), _splits(leaving, plan.group)
-        dist.all_to_all_single(incoming[:num_in], outgoing[:num_out], *splits, group=group)
-        for part, tensor in _parts(incoming, arriving):
+        parts = incoming[: sum(in_split)], outgoing[: sum(out_split)]
+        dist.all_to_all_single(*parts, in_split, out_split, group=group)
+        for part, tensor in _parts(incoming, _arriving(step, targets, dtype)):
             tensor.copy_(part)
-        sent, received = sent + num_out, received + num_in
-    return sent, received, sum(most)
+    return sum(map(sum, out_splits)), sum(map(sum, in_splits)), outgoing.numel() + incoming.numel()
 
 
-# One side of a round: the slices that go to, or come from, each peer.
-_Side = list[tuple[int, list[torch.Tensor]]]
+def _leaving(step: Round, sources: Tensors) -> Iterator[torch.Tensor]:
+    """The slices that go to each peer. One by one, here and below: thousands of views at once are memory too."""
+    for _, copies in step.sends:
+        for copy in copies:
+            yield _view(sources, "source", copy.source_name, copy.source_slices)
 
 
-def _leaving(step: Round, sources: Tensors) -> _Side:
-    return [
-        (peer, [_view(sources, "source", c.source_name, c.source_slices) for c in copies])
-        for peer, copies in step.sends
-    ]
-
-
-def _arriving(step: Round, targets: Tensors, dtype: torch.dtype) -> _Side:
-    side = [
-        (peer, [_view(targets, "target", c.target_name, c.target_slices) for c in copies])
-        for peer, copies in step.receives
-    ]
-    for (_, copies), (_, tensors) in zip(step.receives, side, strict=True):
-        for copy, tensor in zip(copies, tensors, strict=True):
+def _arriving(step: Round, targets: Tensors, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The places of the slices that come from each peer."""
+    for _, copies in step.receives:
+        for copy in copies:
+            tensor = _view(targets, "target", copy.target_name, copy.target_slices)
             if tensor.dtype != dtype:
                 raise ModelError(
                     f"{copy.target_name}: slices travel as {dtype}, the target parameter is {tensor.dtype}."
                 )
-    return side
+            yield tensor
 
 
-def _parts(buffer: torch.Tensor, side: _Side) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each slice with its place in the buffer, one after the other by peer."""
+def _parts(buffer: torch.Tensor, slices: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each slice with its place in the buffer, one after the other."""
     offset = 0
-    for _, tensors in side:
-        for tensor in tensors:
-            yield buffer[offset : offset + tensor.numel()].view(tensor.shape), tensor
-            offset += tensor.numel()
+    for tensor in slices:
+        yield buffer[offset : offset + tensor.numel()].view(tensor.shape), tensor
+        offset += tensor.numel()
 
 
-def _num_elements(side: _Side) -> int:
-    return sum(tensor.numel() for _, tensors in side for tensor in tensors)
-
-
-def _splits(side: _Side, ranks: tuple[int, ...]) -> list[int]:
+def _splits(side: tuple[tuple[int, tuple[Copy, ...]], ...], ranks: tuple[int, ...]) -> list[int]:
     """Elements for each rank of the group."""
-    sizes = {peer: sum(tensor.numel() for tensor in tensors) for peer, tensors in side}
+    sizes = {peer: sum(copy.num_elements for copy in copies) for peer, copies in side}
     return [sizes.get(rank, 0) for rank in ranks]
 
 

@@ -64,20 +64,19 @@ class ModelWorker(Worker):
     def _add_parts(self) -> None:
         """What of this model leaves the memory while the rollout generates; parameters that the rollout takes over are
         its own matter, see :class:`hybridflow.workers.sync.Handover`."""
-        memory, role = self.context.config.memory, self.context.role
-        moves: dict[str, tuple[Slot, Callable[[MegatronEngine], Iterable[torch.Tensor]], bool]] = {}
-        if self.engine.optimizer is None:
-            moves["reference"] = Slot.FROZEN, offload.parameters, True
-        else:
-            moves["gradients"] = Slot.GRADIENTS, offload.gradients, False
-            moves["optimizer"] = Slot.OPTIMIZER, offload.optimizer_state, True
-            if self.engine.spec.scores:
-                moves["parameters"] = Slot.FROZEN, offload.parameters, True
+        memory, role, frozen = self.context.config.memory, self.context.role, self.engine.optimizer is None
+        moves: dict[str, tuple[str, Slot, Callable[[MegatronEngine], Iterable[torch.Tensor]]]] = {}
+        if not frozen:
+            moves["gradients"] = "gradients", Slot.GRADIENTS, offload.gradients
+            moves["optimizer"] = "optimizer", Slot.OPTIMIZER, offload.optimizer_state
+        if frozen or self.engine.spec.scores:
+            moves["others"] = "parameters", Slot.OTHERS, offload.parameters
         for kind in memory.offload:
             if kind in moves:
-                slot, tensors, kept = moves[kind]
-                part = offload.Offload(partial(tensors, self.engine), kept=kept, folder=memory.folder)
-                self.context.phases.add(Part(f"{role}.{kind}", slot, part.release, part.restore))
+                name, slot, tensors = moves[kind]
+                kept = kind != "gradients"
+                part = offload.Offload(partial(tensors, self.engine), kept=kept, frozen=frozen, folder=memory.folder)
+                self.context.phases.add(Part(f"{role}.{name}", slot, part.release, part.restore))
 
     def cut(self, batch: DataProto, mask: str | None, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.

@@ -111,7 +111,9 @@ class WeightSync:
         Returns:
             Metrics of this process: in bytes ``sync/bytes``, what was written into the rollout's parameters, of which
             ``sync/bytes_received`` came from other ranks, ``sync/bytes_staged``, the buffers in between, and
-            ``sync/bytes_shared`` of parameters that use the actor's memory; ``sync/slices_checked``; ``sync/seconds``.
+            ``sync/bytes_shared`` of parameters that use the actor's memory; ``sync/most_sent`` and
+            ``sync/most_received``, the bytes of the rank that has most of them; ``sync/slices_checked``;
+            ``sync/seconds``.
 
         Raises:
             ModelError: the rollout does not hold the trainer's weights.
@@ -129,6 +131,8 @@ class WeightSync:
             "sync/bytes_received": Sum(traffic.received),
             "sync/bytes_staged": Max(traffic.staged),
             "sync/bytes_shared": Sum(traffic.shared),
+            "sync/most_sent": Max(traffic.sent),
+            "sync/most_received": Max(traffic.received),
             "sync/slices_checked": Sum(checked),
             "sync/seconds": Max(time.perf_counter() - started),
         }

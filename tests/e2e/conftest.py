@@ -144,7 +144,7 @@ def grpo(start: Callable[..., Driver], overrides: list[str], sft: Finished) -> F
     reward = [f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
     more = ["name=grpo", "steps=2", "rollout.n=4", "pools.train.devices=[2]", "evaluate.every=2"]
     layout = ["roles.rollout.layout.tp=2"]
-    memory = ["memory.offload=[gradients,optimizer,parameters,reference]", "memory.keep_rollout=false"]
+    memory = ["memory.offload=[gradients,optimizer,parameters,others]", "memory.keep_rollout=false"]
     return to_its_end(start(GRPO, overrides, *given, *reward, *more, *layout, *memory))
 
 

@@ -77,8 +77,19 @@ def test_what_is_not_offloaded_stays(estimated: Callable[..., DeviceMemory]) -> 
     assert found["rollout.kv_cache"] == (GIB // 4,) * 3
 
 
+def test_weights_that_actor_and_rollout_share_are_counted_once(estimated: Callable[..., DeviceMemory]) -> None:
+    given = ("memory.offload=[]", "memory.keep_rollout=true", "memory.share_weights=true")
+    found = bytes_of(estimated(ParallelLayout(), *given))
+    qkv, norms = 2 * 128 * (128 + 2 * 64), 128 + 2 * (2 * 128 + 2 * 32)
+    assert found["actor.parameters"] == (4 * MODEL,) * 3
+    assert found["rollout.weights"] == (4 * qkv,) * 3  # what vLLM orders otherwise
+    # Of halves of the matrices nothing is a rollout's whole one.
+    assert bytes_of(estimated(ParallelLayout(tp=2), *given))["rollout.weights"] == (4 * (MODEL - norms),) * 3
+    assert bytes_of(estimated(ParallelLayout(), *given[:2]))["rollout.weights"] == (4 * MODEL,) * 3
+
+
 def test_a_critic_has_a_head_of_its_own_and_is_away_while_weights_travel(given: list[str]) -> None:
-    config: RunConfig = compose.load("ppo", PPOConfig, [*given, "memory.offload=[gradients,parameters]"])
+    config: RunConfig = compose.load("ppo", PPOConfig, [*given, "memory.offload=[gradients,parameters,others]"])
     one = ParallelLayout()
     layouts: dict[str, Layout] = {"actor": one, "critic": one, "rollout": one.generation(tp=1), "reward": one}
     specs = {"actor": spec(), "critic": spec().scoring("ForTokenClassification"), "rollout": spec()}
@@ -90,7 +101,10 @@ def test_a_critic_has_a_head_of_its_own_and_is_away_while_weights_travel(given: 
     assert "critic.activations" in found and "critic.logits" not in found
     assert not any(name.startswith("reward.") for name in found), "functions have no model"
     (device,) = estimate(config, {**specs, "reward": specs["critic"]}, layouts, process_bytes=0)
-    assert bytes_of(device)["reward.parameters"] == (4 * size,) * 3
+    assert bytes_of(device)["reward.parameters"] == (4 * size, 0, 0)
+    config.memory.offload.remove("others")
+    (device,) = estimate(config, specs, layouts, process_bytes=0)
+    assert bytes_of(device)["critic.parameters"] == (4 * size,) * 3
 
 
 def test_the_total_is_the_sum_of_the_parts_with_or_without_bounds() -> None:

@@ -13,7 +13,7 @@ SIZES = {
     "parameters": (Slot.PARAMETERS, 8),
     "optimizer": (Slot.OPTIMIZER, 32),
     "weights": (Slot.ROLLOUT_WEIGHTS, 4),
-    "reference": (Slot.FROZEN, 2),
+    "reference": (Slot.OTHERS, 2),
 }
 TRAINED = {"gradients", "parameters", "optimizer", "reference"}
 

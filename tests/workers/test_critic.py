@@ -132,7 +132,7 @@ def turns_on_rank(rank: int, configs: list[PPOConfig], out: str) -> list[Any]:
 
 
 def test_a_critic_leaves_the_memory_and_a_checkpoint_as_it_was(model: ModelConfig, tmp_path: Path) -> None:
-    everything = MemoryConfig(offload=["gradients", "optimizer", "parameters"], folder=str(tmp_path))
+    everything = MemoryConfig(offload=["gradients", "optimizer", "others"], folder=str(tmp_path))
     configs = [config_of(model, memory=memory) for memory in (everything, MemoryConfig(offload=[]))]
     [[turns, kept, resumed]] = run_ranks(turns_on_rank, 1, configs, str(tmp_path / "critic"))
     assert turns[2] == 0 < kept[2]

@@ -19,7 +19,7 @@ from tests.workers.test_actor import call
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.distributed
 
-EVERYTHING = MemoryConfig(offload=["gradients", "optimizer", "parameters", "reference"])
+EVERYTHING = MemoryConfig(offload=["gradients", "optimizer", "parameters", "others"])
 NOTHING = MemoryConfig(offload=[], keep_rollout=True)
 SHARED = replace(NOTHING, share_weights=True)
 
@@ -131,7 +131,7 @@ def test_taking_turns_and_sharing_change_no_bit_of_the_results(tmp_path, trainin
         assert {name for name in turns[1][1] if name.startswith("phase/generation/") and name.endswith("/gb")} == {
             f"phase/generation/{part}/gb"
             for part in (
-                *("actor.gradients", "actor.optimizer", "actor.parameters", "reference.reference"),
+                *("actor.gradients", "actor.optimizer", "actor.parameters", "reference.parameters"),
                 *("rollout.weights", "rollout.kv_cache"),
             )
         }
@@ -157,7 +157,7 @@ def test_what_is_away_is_not_in_the_resident_memory(tmp_path):
     [(turns, kept, shared)] = run_ranks(memory_of_steps, 1, configs)
     model = turns["sync/bytes"] / 2**30
     assert 0.08 < model < 0.15
-    gone = {"actor.gradients": model, "actor.optimizer": 2 * model, "reference.reference": model}
+    gone = {"actor.gradients": model, "actor.optimizer": 2 * model, "reference.parameters": model}
     for part, size in {**gone, "actor.parameters": model}.items():
         assert turns[f"phase/generation/{part}/gb"] == pytest.approx(-size, rel=0.1), part
         # Pages of gradients come with the backward that writes them.

@@ -135,6 +135,10 @@ def test_weights_travel_between_neighbours_and_no_more_than_is_missing(ranks, fo
     received = [found["report"]["sync/bytes_received"] for found in ranks]
     assert [found["group"] for found in ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert sum(received) == 4 * 4 * matrices // 4
+    # What one of two neighbours receives the other has sent.
+    sent = [found["report"]["sync/most_sent"] for found in ranks]
+    assert received == [found["report"]["sync/most_received"] for found in ranks]
+    assert sent == [received[rank ^ 1] for rank in range(4)]
     # Boxes of a rank: q, k, v, o, gate, up, down and 4 norms of 2 layers, two vocabularies and a norm; those of its
     # neighbour's row that it holds too.
     assert all(found["report"]["sync/slices_checked"] >= 25 for found in ranks)

@@ -29,13 +29,21 @@ class Offload:
     Args:
         tensors: called at each release, since optimizer state appears with the first update.
         kept: whether the contents come back; else they are undefined.
+        frozen: the contents never change, so what was written once serves every release.
         folder: where files of a CPU go; "" is the system's folder for temporary files.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], *, kept: bool, folder: str = "") -> None:
-        self._tensors, self._kept, self._folder = tensors, kept, folder
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        *,
+        kept: bool,
+        frozen: bool = False,
+        folder: str = "",
+    ) -> None:
+        self._tensors, self._kept, self._frozen, self._folder = tensors, kept, frozen, folder
         self._away: list[tuple[torch.UntypedStorage, int, Any]] = []
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._places: dict[int, Any] = {}  # pinned memory, or where in the file
         self._file: IO[bytes] | None = None
 
     def release(self) -> None:
@@ -52,25 +60,28 @@ class Offload:
             if self._kept:
                 self._load(storage, place)
             self._away.pop()
-        if self._file is not None:
+        if self._file is not None and not self._frozen:
             self._file.close()
             self._file = None
+            self._places = {}
 
     def _save(self, storage: torch.UntypedStorage) -> Any:
-        content = _bytes(storage)
+        content, place = _bytes(storage), self._places.get(storage._cdata)
+        if self._frozen and place is not None:
+            return place
         if current().is_cuda:
             # Pinning takes longer than copying, so the memory is kept for the next time.
-            place = self._pinned.get(storage._cdata)
             if place is None or place.numel() != content.numel():
-                place = self._pinned[storage._cdata] = torch.empty_like(content, device="cpu", pin_memory=True)
+                place = torch.empty_like(content, device="cpu", pin_memory=True)
             place.copy_(content)
-            return place
-        if self._file is None:
-            # Without a name from the start, so that no end of the process leaves it behind.
-            self._file = tempfile.TemporaryFile(dir=self._folder or None, buffering=0)  # noqa: SIM115
-        start = self._file.seek(0, 2)
-        _all_of(self._file.write, content)
-        return start
+        else:
+            if self._file is None:
+                # Without a name from the start, so that no end of the process leaves it behind.
+                self._file = tempfile.TemporaryFile(dir=self._folder or None, buffering=0)  # noqa: SIM115
+            place = self._file.seek(0, 2)
+            _all_of(self._file.write, content)
+        self._places[storage._cdata] = place
+        return place
 
     def _load(self, storage: torch.UntypedStorage, place: Any) -> None:
         content = _bytes(storage)

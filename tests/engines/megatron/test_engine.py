@@ -65,6 +65,41 @@ def test_log_probs_and_entropy_equal_transformers(tmp_path, valid, chunk_bytes):
         torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=0, atol=1e-5)
 
 
+def memory_on_rank(rank: int, folder: str, vocabulary: int) -> list[tuple[int, int]]:
+    """With logits all at once and in chunks: the bytes that scoring and an update add at most, on 800 tokens."""
+    from hybridflow.engines.megatron import model
+    from hybridflow.platform import current
+
+    engine = build(folder, Case(), OptimizerConfig(), valid=vocabulary)
+    ones = [torch.ones(100, dtype=torch.int64)] * 8
+    micros = cut(engine, Case(micro=8), masked=True, data=(ones, ones, [row > 0 for row in ones]))
+    runs = (
+        lambda: engine.score(micros),
+        lambda: engine.update(micros, lambda log_probs, entropy, micro: (log_probs.sum() + entropy.sum(), {})),
+    )
+    found = []
+    for model.LOGIT_CHUNK_BYTES in (2**30, 2**20):
+        grown = []
+        for run in runs:
+            run()  # buffers and optimizer state that stay
+            current().release_cache()
+            before = current().memory()["rss"]
+            current().forget_peak()
+            run()
+            grown.append(current().peak() - before)
+        found.append((grown[0], grown[1]))
+    return found
+
+
+def test_float32_logits_of_all_tokens_are_never_there_at_once(tmp_path):
+    vocabulary = 32768
+    folder = save_tiny_model(tmp_path, "llama", vocab_size=vocabulary, max_position_embeddings=256)
+    [(at_once, in_chunks)] = run_ranks(memory_on_rank, 1, folder, vocabulary)
+    logits = 4 * 800 * vocabulary
+    assert all(grown > 2 * logits for grown in at_once), at_once
+    assert all(grown < logits / 4 for grown in in_chunks), in_chunks
+
+
 def train_on_rank(rank: int, runs: list[tuple[str, Case, float, int]]) -> list[tuple[Trained, dict[str, torch.Tensor]]]:
     """Train each run with its clip and its size of chunks of logits; also gives the final weights."""
     from hybridflow.engines.megatron import model
