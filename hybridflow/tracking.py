@@ -367,9 +367,10 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     Keys, where the batch has the column: uid, group, prompt, response, reward, solved, ground_truth, finish_reason,
     reward_error, reward_components, verdict, version, prompt_ids, response_ids, log_probs (the rollout's own),
     trainer_log_probs, advantages (one number where all tokens have the same), mask (0 and 1; which tokens train, only
-    in rows where not all do).
+    in rows where not all do), versions (of each token, only in rows with several; ``version`` is the oldest).
     """
     names = ("prompts", "responses", "rollout_log_probs", "log_probs", "advantages", "loss_mask", "response_mask")
+    names = (*names, "token_versions")
     lists = {key: _ragged(batch, key) for key in names if key in batch}
     texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
     if "response_text" in batch:
@@ -379,6 +380,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
             lists[key] = [[_short(x) for x in row] for row in lists[key]]
     advantages = lists.get("advantages")
     masks = lists.get("loss_mask", lists.get("response_mask"))
+    versions = lists.get("token_versions")
     columns: dict[str, Any] = {
         "uid": _column(batch, "uid"),
         "group": _column(batch, "group_ids"),
@@ -403,6 +405,8 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
         row = {key: _short(value[i]) if isinstance(value[i], float) else value[i] for key, value in present.items()}
         if masks is not None and not all(masks[i]):
             row["mask"] = [int(kept) for kept in masks[i]]
+        if versions is not None and len(set(versions[i])) > 1:
+            row["versions"] = versions[i]
         yield row
 
 

@@ -71,7 +71,8 @@ def batch() -> DataProto:
             "solved": torch.tensor([True, False]),
             "uid": torch.tensor([7, 9]),
             "group_ids": torch.tensor([0, 1]),
-            "weight_version": torch.tensor([3, 3]),
+            "weight_version": torch.tensor([3, 1]),
+            "token_versions": DataProto.jagged([torch.tensor([3, 3]), torch.tensor([1] * (len(ids[3]) - 1) + [3])]),
         },
         non_tensors={
             "response_text": ["2", "fünf"],
@@ -214,6 +215,7 @@ def test_samples_hold_texts_ids_and_scores(tmp_path: Path) -> None:
     }
     assert (second["reward"], second["solved"], second["reward_error"]) == (None, False, "ValueError: no number")
     assert second["response"] == "fünf"
+    assert (second["version"], second["versions"]) == (1, [1, 1, 1, 1, 3])
     assert second["ground_truth"] == {"sum": 15}
 
 

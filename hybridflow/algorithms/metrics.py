@@ -71,18 +71,27 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     return found
 
 
-def staleness(weight_version: torch.Tensor, version: int) -> dict[str, float]:
+def staleness(batch: DataProto, version: int) -> dict[str, float]:
     """By how many steps the policy that answered is behind the one that learns from the answers.
 
     Args:
-        weight_version: int64 [B], of the weights that each row was generated with.
+        batch: ``weight_version`` int64 [B], of each row's oldest token; maybe ``token_versions``, of every token.
         version: of the weights before the update.
 
     Returns:
-        ``rollout/staleness`` (mean) and ``rollout/staleness_max``.
+        ``rollout/staleness`` (mean) and ``rollout/staleness_max``, of the oldest tokens. Where that is not 0, also
+        ``rollout/token_staleness``, the mean over tokens, and ``rollout/mixed``, the share of responses to which
+        several versions have contributed. Empty without the column.
     """
-    behind = (version - weight_version).double()
-    return {"rollout/staleness": behind.mean().item(), "rollout/staleness_max": behind.max().item()}
+    if "weight_version" not in batch:
+        return {}
+    behind = (version - batch["weight_version"]).double()
+    found = {"rollout/staleness": behind.mean().item(), "rollout/staleness_max": behind.max().item()}
+    if behind.any() and "token_versions" in batch:
+        rows = batch.flat("token_versions").split(batch.lengths("token_versions").tolist())
+        found["rollout/token_staleness"] = (version - batch.flat("token_versions")).double().mean().item()
+        found["rollout/mixed"] = sum(int(row.min()) < int(row.max()) for row in rows) / len(rows)
+    return found
 
 
 def evaluation_metrics(batch: DataProto) -> dict[str, float]:

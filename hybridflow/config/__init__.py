@@ -454,11 +454,11 @@ class DAPOConfig(GRPOConfig):
 
 @dataclass
 class OneStepOffConfig(GRPOConfig):
-    """``examples/one_step_off.py``.
+    """``examples/one_step_off.py`` and ``examples/async_grpo.py``.
 
     Attributes:
-        max_staleness: steps whose answers are generated before the step that is being trained on is done; no answer is
-            trained on by a policy that is more than so many steps ahead of the one that gave it. 0 waits for each.
+        max_staleness: so many steps before an answer is trained on it may begin, at most: no token of it is drawn by a
+            policy that is more updates older than the one that learns from it. 0 waits for each step.
     """
 
     max_staleness: int = 1

@@ -85,12 +85,19 @@ class Run:
         self.stop_reason = ""
         self._timer = Timer()
         self._apart = join_pools(self.actor, self.rollout)
+        # What begin and start returned for steps that were not given out yet, the nearest ones in the second.
+        self._begun: deque[Any] = deque()
         self._ahead: deque[Any] = deque()
         self._saved = self._synced = -1
 
     # -- the driver's side
 
-    def steps(self, start: Callable[[DataProto], Any] = lambda prompts: prompts, ahead: int = 0) -> Iterator[Any]:
+    def steps(
+        self,
+        start: Callable[[DataProto], Any] = lambda prompts: prompts,
+        ahead: int = 0,
+        begin: Callable[[DataProto], Any] | None = None,
+    ) -> Iterator[Any]:
         """The prompts of each training step, from where the run stands to ``config.steps``.
 
         Evaluates before the first step, ends early at ``evaluate.stop_at`` or after Ctrl-C, and evaluates and saves
@@ -100,6 +107,8 @@ class Run:
             start: called with the prompts of each step; what it returns is what the step is given. A call that does
                 not block starts work of later steps while this one goes on.
             ahead: so many later steps are started before this one is given out.
+            begin: called in the place of ``start``, which is then called with what ``begin`` returned, one step before
+                this is given out: for answers that go on over several steps and syncs (``rollout.begin``).
         """
         with _Interrupts(self):
             self.sync_weights()  # a broken path fails before the first step
@@ -111,9 +120,12 @@ class Run:
                 self._begin(self.step + 1)
                 if isinstance(self._kl, AdaptiveKL):
                     self.stream.meta[KL_COEF] = self._kl.coef
-                while len(self._ahead) <= min(ahead, self.config.steps - self.step):
-                    later = self.stream.take(self.config.data.prompts_per_step, self.step + len(self._ahead))
-                    self._ahead.append(start(later))
+                left = self.config.steps - self.step
+                while self._steps_ahead <= min(ahead, left):
+                    later = self.stream.take(self.config.data.prompts_per_step, self.step + self._steps_ahead)
+                    self._begun.append(begin(later) if begin else later)
+                while self._begun and len(self._ahead) <= min(1 if begin else ahead, left):
+                    self._ahead.append(start(self._begun.popleft()))
                 yield self._ahead.popleft()
             self._conclude()
             self._take_spans()
@@ -144,8 +156,7 @@ class Run:
         # What workers saw of their own rows first: a metric of the whole batch replaces the one of the same name.
         found = join_metrics(batch.meta_info.get("metrics", {})) | batch_metrics(batch)
         found |= {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
-        if "weight_version" in batch:
-            found |= staleness(batch["weight_version"], self.step - 1)
+        found |= staleness(batch, self.step - 1)
         if found.get("rollout/staleness_max"):
             # The trainer has moved on since: this is no measure of how alike the two engines compute.
             found = {name.replace("rollout_vs_trainer/", "off_policy/"): value for name, value in found.items()}
@@ -248,7 +259,7 @@ class Run:
             for role in CRITICS:
                 self.groups[role].save(str(folder.absolute() / role))
             # Prompts of steps that have only been started come again after a resume.
-            position = self.stream.position - len(self._ahead) * self.config.data.prompts_per_step
+            position = self.stream.position - self._steps_ahead * self.config.data.prompts_per_step
             place = {"step": self.step, "position": position}
             state = {**place, "order": self._order(), "schedule": self._schedule(), "driver": self.state}
             self.store.write_json(folder / "run.json", state)
@@ -302,6 +313,11 @@ class Run:
             if isinstance(group, WorkerGroup):
                 group.step = step
         self._timer.flush()
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps that were started, or begun, and not given out yet."""
+        return len(self._begun) + len(self._ahead)
 
     def _order(self) -> dict[str, Any]:
         """What the order of the data depends on."""

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from hybridflow.algorithms.metrics import mismatch
 from hybridflow.algorithms.objective import OWN, columns_of, objective
 from hybridflow.data.batching import by_work
+from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.hybrid import TRAINING
@@ -30,6 +31,7 @@ class ActorWorker(TrainedWorker):
         settings = self.context.config.actor
         self.with_entropy = bool(settings.loss.entropy_coef)
         self._compared: list[torch.Tensor] = []
+        self._version: int | None = None  # of the weights that a rollout elsewhere was given last
         self.build_trained(settings.optimizer)
 
     @register(Protocol.THREE_D, uneven="balance", spread=by_work)
@@ -47,6 +49,23 @@ class ActorWorker(TrainedWorker):
             return DataProto()
         scored = self.score_tokens(batch)
         return None if scored is None else DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
+
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """As :meth:`TrainedWorker.update`.
+
+        Raises:
+            DataError: a response has a token that is more than ``max_staleness`` updates older than these weights.
+        """
+        allowed = getattr(self.context.config, "max_staleness", None)
+        if allowed is not None and self._version is not None and len(batch) and "weight_version" in batch:
+            oldest = int(batch["weight_version"].min())
+            if self._version - oldest > allowed:
+                raise DataError(
+                    f"a response of the batch was begun with the weights of version {oldest}, and these are of version "
+                    f"{self._version}: {self._version - oldest} updates newer, and max_staleness={allowed}. Train on "
+                    f"each batch in its own step, or raise max_staleness."
+                )
+        return super().update(batch)
 
     def columns(self, offered: Collection[str]) -> tuple[str, ...]:
         """What ``actor.loss`` reads, see :func:`.objective.columns_of`; to compare with, the rollout's where the
@@ -114,4 +133,6 @@ class ActorWorker(TrainedWorker):
             What :meth:`hybridflow.workers.sync.WeightSync.run` says.
         """
         self.context.phases.enter(TRAINING)
-        return self._sync.run(version)
+        report = self._sync.run(version)
+        self._version = version
+        return report

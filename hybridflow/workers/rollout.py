@@ -6,8 +6,10 @@ together.
 
 Invariants: the random draws of a row depend on the run's seed, the step, its ``sample_ids`` and the tag alone, so that
 the same run gives the same responses on any number of devices; a prompt is never cut; a sync of version v makes every
-later response carry ``weight_version`` v, until the next sync. Weights and KV cache are in memory only in the phase
-that generates, which :meth:`RolloutWorker.sync_weights` and :meth:`RolloutWorker.generate` enter.
+later token carry v in ``token_versions``, until the next sync; no response begins under weights that are more than
+``max_staleness`` versions older than those that are to learn from it, so that none of its tokens is. Weights and KV
+cache are in memory only in the phase that generates, which :meth:`RolloutWorker.sync_weights` and
+:meth:`RolloutWorker.generate` enter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from hybridflow.config import SamplingConfig
-from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.errors import ConfigError, DataError, HybridFlowError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
@@ -32,7 +34,7 @@ from hybridflow.workers.base import Worker, register
 from hybridflow.workers.sync import WeightSync
 
 if TYPE_CHECKING:
-    from hybridflow.engines.vllm.engine import Completion, RolloutEngine
+    from hybridflow.engines.vllm.engine import Completion, Request, RolloutEngine
 
 
 def add_sample_ids(batch: DataProto) -> DataProto:
@@ -129,7 +131,7 @@ class RolloutWorker(Worker):
 
     @register(Protocol.THREE_D_ALL_MICRO_DP, prepare=add_sample_ids, uneven="balance")
     def generate(self, batch: DataProto, sampling: SamplingConfig | None = None, tag: str = "train") -> DataProto:
-        """One response for each row.
+        """One response for each row; those that :meth:`begin` has begun are gone on with.
 
         Args:
             batch: jagged int64 ``prompts``; ``meta_info["step"]`` (0 if absent) enters the seeds.
@@ -139,32 +141,69 @@ class RolloutWorker(Worker):
 
         Returns:
             The batch and, of each response: jagged ``responses`` int64, ``response_mask`` bool, ``rollout_log_probs``
-            float32; ``weight_version`` int64 [B]; ``finish_reason``. ``meta_info["temperature"]`` is what the trainer
-            divides logits by (1 after greedy generation). ``meta_info["metrics"]``, all of this device's rows:
+            float32, ``token_versions`` int64; ``weight_version`` int64 [B], of the oldest token; ``finish_reason``.
+            ``meta_info["temperature"]`` is what the trainer divides logits by (1 after greedy generation).
+            ``meta_info["metrics"]``, all of this device's rows:
             ``generate/tokens`` and ``generate/prompt_tokens`` (sums), ``generate/seconds`` (the slowest device's),
             ``generate/response_length`` (mean) and ``generate/truncated`` (share that met ``rollout.max_tokens``).
 
         Raises:
-            DataError: a prompt is longer than ``rollout.max_prompt_tokens``.
+            DataError: a prompt is longer than ``rollout.max_prompt_tokens``; or a response would be too old, see
+                :meth:`begin`.
         """
-        from hybridflow.engines.vllm.engine import Request
-
         self.context.phases.enter(GENERATION)
-        config = self.context.config
-        sampling = sampling or config.rollout.sampling
-        step = int(batch.meta_info.get("step", 0))
-        prompts = [row.tolist() for row in batch.flat("prompts").split(batch.lengths("prompts").tolist())]
-        requests = [
-            Request(prompt, row_seed(config.seed, step, sample, tag), config.rollout.max_tokens)
-            for prompt, sample in zip(prompts, batch.batch["sample_ids"].tolist(), strict=True)
-        ]
+        sampling = sampling or self.context.config.rollout.sampling
+        requests = self._requests(batch, tag)
         started = time.perf_counter()
         completions = self.engine.generate(requests, sampling)
         seconds = time.perf_counter() - started
         answer = batch.union(_columns(completions))
         answer.meta_info["temperature"] = float(sampling.temperature) or 1.0
-        answer.meta_info["metrics"] = _metrics(completions, sum(map(len, prompts)), seconds)
+        answer.meta_info["metrics"] = _metrics(completions, len(batch.flat("prompts")), seconds)
         return answer
+
+    @register(Protocol.THREE_D_ALL_MICRO_DP, prepare=add_sample_ids, uneven="balance")
+    def begin(self, batch: DataProto) -> None:
+        """Begin one response for each row, and return at once.
+
+        They are generated while :meth:`generate` runs, for other rows, in the places that these leave free; a sync in
+        between finds them half-way, and they go on with the new weights. A later :meth:`generate` of the same batch
+        gives them back.
+
+        Args:
+            batch: as for :meth:`generate` with its defaults.
+
+        Raises:
+            ConfigError: the actor shares the pool: it could not train while responses are half-way.
+            DataError: the batch's step is more than ``max_staleness`` steps ahead of the weights; or as
+                :meth:`generate`.
+        """
+        if "actor" in self.context.peers:
+            raise ConfigError(
+                f"roles.{self.context.role}.pool={self.context.pool}: responses that go on while the actor trains need "
+                f"the memory that it takes turns on. Give the rollout a pool of its own (placement=disaggregate)."
+            )
+        self.engine.begin(self._requests(batch, "train"), self.context.config.rollout.sampling)
+
+    def _requests(self, batch: DataProto, tag: str) -> list[Request]:
+        from hybridflow.engines.vllm.engine import Request
+
+        config, step, version = self.context.config, int(batch.meta_info.get("step", 0)), self.engine.weight_version
+        allowed = getattr(config, "max_staleness", None)
+        if allowed is not None and version is not None and step - 1 - version > allowed:
+            raise DataError(
+                f"responses of step {step} would begin with the weights of version {version}, but the step trains "
+                f"version {step - 1}: {step - 1 - version} updates older, and max_staleness={allowed}. Begin them "
+                f"later (run.steps with ahead={allowed}), after a sync in each step, or raise max_staleness."
+            )
+        return [
+            Request(prompt.tolist(), row_seed(config.seed, step, sample, tag), config.rollout.max_tokens)
+            for prompt, sample in zip(
+                batch.flat("prompts").split(batch.lengths("prompts").tolist()),
+                batch.batch["sample_ids"].tolist(),
+                strict=True,
+            )
+        ]
 
     @register(Protocol.ONE_TO_ALL)
     def join_actor(self, training: ParallelLayout, address: tuple[str, int]) -> None:
@@ -215,6 +254,7 @@ def _columns(completions: list[Completion]) -> DataProto:
             "responses": DataProto.jagged(responses),
             "response_mask": DataProto.jagged([torch.ones(len(row), dtype=torch.bool) for row in responses]),
             "rollout_log_probs": DataProto.jagged([torch.tensor(c.log_probs) for c in completions]),
+            "token_versions": DataProto.jagged([torch.tensor(c.token_versions) for c in completions]),
             "weight_version": torch.tensor([c.weight_version for c in completions]),
         },
         non_tensors={"finish_reason": np.array([c.finish_reason for c in completions], dtype=object)},

@@ -116,5 +116,19 @@ def test_one_answer_a_prompt_has_no_pass_at_k():
 
 
 def test_staleness_counts_the_steps_since_the_weights_of_an_answer():
-    found = staleness(torch.tensor([4, 3, 1, 4]), version=4)
+    found = staleness(DataProto.from_dict({"weight_version": torch.tensor([4, 3, 1, 4])}), version=4)
     assert found == {"rollout/staleness": (0 + 1 + 3 + 0) / 4, "rollout/staleness_max": 3.0}
+    assert staleness(DataProto.from_dict({"x": torch.zeros(2)}), version=4) == {}
+
+
+def test_staleness_of_tokens_tells_answers_of_several_versions():
+    tokens = DataProto.jagged([torch.tensor(row) for row in ([4, 4], [2, 2, 3, 4], [3], [3, 4])])
+    batch = DataProto.from_dict({"weight_version": torch.tensor([4, 2, 3, 3]), "token_versions": tokens})
+    assert staleness(batch, version=4) == {
+        "rollout/staleness": (0 + 2 + 1 + 1) / 4,
+        "rollout/staleness_max": 2.0,
+        "rollout/token_staleness": (0 + 0 + 2 + 2 + 1 + 0 + 1 + 1 + 0) / 9,
+        "rollout/mixed": 2 / 4,
+    }
+    fresh = DataProto.from_dict({"weight_version": torch.tensor([5, 5, 5, 5]), "token_versions": tokens})
+    assert set(staleness(fresh, version=5)) == {"rollout/staleness", "rollout/staleness_max"}

@@ -29,6 +29,12 @@ def all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITH_CRITIC = ("ppo", "safe_rlhf")
+CRITIC_PLACED = ("split", "standalone_critic")
+"""Placements that only drivers with a critic can have, besides ``colocate_critic``."""
+AHEAD = ("one_step_off", "async_grpo")
+APART = ("placement=disaggregate", "placement=standalone")
+"""Placements whose rollout has a pool of its own."""
+REFERENCE_PLACED = ("colocate_reference", "standalone", *CRITIC_PLACED)
 
 
 def options_of(group: str) -> list[str]:
@@ -49,16 +55,22 @@ def options_of(group: str) -> list[str]:
             (name, f"placement={option}")
             for name in DRIVERS
             for option in options_of("placement")
-            if (name in WITH_CRITIC or option != "colocate_critic")
+            if (name in WITH_CRITIC or option not in (*CRITIC_PLACED, "colocate_critic"))
             and (name == "reward_model") == (option == "trainer")
         ),
     ],
 )
 def test_every_shipped_config_passes(name: str, override: str, folder: Path, checked: Callable[..., Plan]) -> None:
-    needs = {"placement=colocate_reference": ["actor.loss.kl_coef=0.1"], "data=arithmetic": ["data.options={}"]}
-    critic = ["roles.critic={pool: train}"] if name in WITH_CRITIC else []
+    needs = {f"placement={option}": ["actor.loss.kl_coef=0.1"] for option in REFERENCE_PLACED}
+    needs["data=arithmetic"] = ["data.options={}"]
+    if name in WITH_CRITIC and override.removeprefix("placement=") not in CRITIC_PLACED:
+        critic = ["roles.critic={pool: ${roles.actor.pool}}"]
+    else:
+        critic = []
     more = [*critic, *needs.get(override, [])]
-    if name == "one_step_off" and override.startswith("placement=") and override != "placement=disaggregate":
+    if (name, override) == ("dpo", "placement=standalone"):
+        more = [*more, "roles.reference.pool=reference"]
+    if name in AHEAD and override.startswith("placement=") and override not in APART:
         more = [*more, "max_staleness=0"]
     plan = checked(override, *more, name=name)
     assert plan.warnings == ()

@@ -217,9 +217,43 @@ def _streamed(run: Run) -> Run:
         def batch(self, start: int, count: int) -> DataProto:
             return DataProto.from_dict({"prompts": DataProto.jagged([[1]] * count)})
 
+        def held_out(self) -> DataProto:
+            return DataProto.from_dict({})
+
     source: Any = Prompts()
-    run.stream.source = source
+    run.source = run.stream.source = source
     return run
+
+
+def test_answers_begin_steps_ahead_and_are_asked_for_one_step_ahead(tmp_path: Path) -> None:
+    quiet = ["evaluate.at_start=false", "evaluate.every=0", "tracking.rollouts_every=0", "checkpoint.every=1"]
+    run, _ = run_of(tmp_path, *quiet, "steps=5", "data.prompts_per_step=2", "checkpoint.keep=0")
+    called: list[str] = []
+    begun, given = [], []
+
+    def begin(prompts: DataProto) -> int:
+        begun.append(prompts.meta_info["step"])
+        called.append(f"begin {begun[-1]}")
+        return begun[-1]
+
+    def start(step: int) -> int:
+        called.append(f"start {step}")
+        return step
+
+    responses = DataProto.from_dict({name: DataProto.jagged([[1]]) for name in ("prompts", "responses")})
+    for step in _streamed(run).steps(start, ahead=2, begin=begin):
+        given.append(step)
+        called.append(f"step {step}")
+        run.finish_step({}, responses)
+        # What has only been begun or started comes again after a resume: two prompts for each finished step are used.
+        assert run.store.read_json(run.store.folder(step) / "run.json")["position"] == 2 * step
+    assert begun == given == [1, 2, 3, 4, 5]
+    # fmt: off
+    assert called == [
+        "begin 1", "begin 2", "begin 3", "start 1", "start 2", "step 1",
+        "begin 4", "start 3", "step 2", "begin 5", "start 4", "step 3", "start 5", "step 4", "step 5",
+    ]
+    # fmt: on
 
 
 @pytest.mark.ray

@@ -8,12 +8,14 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     killed -> recovered                                     a device process killed in step 2, then resume
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
     apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
+    half_way (1 + 1 devices, 6 steps)                       answers that go on over several updates
     remax (1 device, 12 steps), distill (1 + 1 devices, 14 steps), dpo (1 device, 12 steps)      learning
     ppo (2 devices, 14 steps), pieces (3 of its steps)      a critic, its warm-up, learning; other micro-batches
+    split (1 + 1), standalone (1 + 1 + 1 + 1)               pieces again, with roles on pools of their own
     reward_model (1 device) -> safe (1 device, 2 steps)     pairs told apart; the model as reward, costs, a multiplier
 
 Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead, dpo and
-remax.
+remax, split and standalone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import psutil
 import pytest
 
 from tests.e2e.drivers import (
+    ASYNC_GRPO,
     DAPO,
     DISTILL,
     DPO,
@@ -196,17 +199,37 @@ def distill(start: Callable[..., Driver], overrides: list[str], folder: Path) ->
 
 
 @pytest.fixture(scope="session")
-def ppo_runs(start: Callable[..., Driver], overrides: list[str]) -> tuple[Finished, Finished]:
-    """From random weights, with a reward that such a model learns; the first steps again in other micro-batches, on one
-    device."""
-    reward = [f"reward.function={REWARD}:even", "reward.solved_at=0.6"]
+def ppo_given(overrides: list[str]) -> list[str]:
+    """From random weights, with a reward that such a model learns, less a KL to the reference."""
+    reward = [f"reward.function={REWARD}:even", "reward.solved_at=0.6", "algorithm.kl_coef=0.01"]
     learning = ["actor.optimizer.lr=2e-3", "actor.optimizer.warmup_steps=0", "critic.optimizer.lr=2e-3"]
     # Rounding of near-zero gradients is not to become a whole step of Adam.
     learning += ["actor.optimizer.eps=1e-4", "critic.optimizer.eps=1e-4", "critic.warmup_steps=2"]
-    given = [*reward, *learning, "rollout.n=4", "actor.mini_batch_size=8", "evaluate.at_start=false"]
-    ppo = start(PPO, overrides, *given, "name=ppo", "steps=14", "pools.train.devices=[2]", "actor.micro_batch_size=8")
-    pieces = start(PPO, overrides, *given, "name=pieces", "steps=3", "actor.micro_batch_size=3")
+    return [*overrides, *reward, *learning, "rollout.n=4", "actor.mini_batch_size=8", "evaluate.at_start=false"]
+
+
+SHORT_PPO = ["steps=3", "actor.micro_batch_size=3"]
+WITH_REFERENCE = "roles.reference={pool: train}"
+
+
+@pytest.fixture(scope="session")
+def ppo_runs(start: Callable[..., Driver], ppo_given: list[str]) -> tuple[Finished, Finished]:
+    """The first steps again in other micro-batches, on one device."""
+    given = [*ppo_given, WITH_REFERENCE]
+    ppo = start(PPO, given, "name=ppo", "steps=14", "pools.train.devices=[2]", "actor.micro_batch_size=8")
+    pieces = start(PPO, given, "name=pieces", *SHORT_PPO)
     return to_its_end(ppo), to_its_end(pieces)
+
+
+@pytest.fixture(scope="session")
+def placements(start: Callable[..., Driver], ppo_given: list[str]) -> dict[str, Finished]:
+    """The short run of PPO with roles on several pools of one device each."""
+    own = [text for text in ppo_given if not text.startswith("pools.")]
+    drivers = {
+        "split": start(PPO, own, "name=split", "placement=split", *SHORT_PPO),
+        "standalone": start(PPO, own, "name=standalone", "placement=standalone_critic", *SHORT_PPO),
+    }
+    return {name: to_its_end(driver) for name, driver in drivers.items()}
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +273,19 @@ def two_pools(start: Callable[..., Driver], four_steps: list[str]) -> dict[str, 
         "ahead": start(ONE_STEP_OFF, four_steps, "name=ahead"),
     }
     return {name: to_its_end(driver) for name, driver in drivers.items()}
+
+
+@pytest.fixture(scope="session")
+def half_way(start: Callable[..., Driver], four_steps: list[str]) -> Finished:
+    """Answers of three steps at once, of which less than two steps' are generated at a time; it is interrupted while
+    some are half-way, and goes on. Many tokens end an answer, so that random ones have many lengths."""
+    lengths = ["rollout.max_tokens=24", f"rollout.stop_token_ids={[*range(100, 126)]}", "rollout.max_sequences=24"]
+    given = [*four_steps, *lengths, "name=half-way", "steps=6", "actor.optimizer.warmup_steps=0"]
+    first = start(ASYNC_GRPO, given)
+    first.wait_for_step(2)
+    first.interrupt()
+    assert first.wait(timeout=60).code == 0
+    return to_its_end(start(ASYNC_GRPO, given, "checkpoint.resume=auto"))
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-SFT, GRPO, DAPO, ONE_STEP_OFF, REMAX, DISTILL, DPO, PPO, SAFE_RLHF, REWARD_MODEL = (
+SFT, GRPO, DAPO, ONE_STEP_OFF, ASYNC_GRPO, REMAX, DISTILL, DPO, PPO, SAFE_RLHF, REWARD_MODEL = (
     ROOT / "examples" / f"{name}.py"
     for name in (
-        *("sft", "grpo", "dapo", "one_step_off", "remax", "distill", "dpo"),
+        *("sft", "grpo", "dapo", "one_step_off", "async_grpo", "remax", "distill", "dpo"),
         *("ppo", "safe_rlhf", "reward_model"),
     )
 )

@@ -1,4 +1,4 @@
-"""Training and generation on pools of their own: the same numbers; and generation ahead of training."""
+"""Roles on pools of their own: the same numbers; generation ahead of training; answers that go on over updates."""
 
 from __future__ import annotations
 
@@ -53,3 +53,54 @@ def test_a_step_that_was_only_started_comes_again_after_a_resume(two_pools: dict
     for step in STEPS:
         saved = two_pools["ahead"].run_dir / "checkpoints" / f"step_{step:06d}" / "run.json"
         assert json.loads(saved.read_text())["position"] == 4 * step
+
+
+@pytest.mark.parametrize("name", ["split", "standalone"])
+def test_pools_of_their_own_change_no_answer_no_value_and_no_update(
+    name: str, ppo_runs: tuple[Finished, Finished], placements: dict[str, Finished]
+) -> None:
+    together, apart = ppo_runs[1], placements[name]
+    assert rows_of(apart.run_dir / "rollouts.jsonl") == rows_of(together.run_dir / "rollouts.jsonl")
+    found, expected = metrics_of(apart.run_dir), metrics_of(together.run_dir)
+    names = ("reward/mean", "reward/kl", "critic/loss", "critic/grad_norm", "rollout_vs_trainer/max_diff")
+    for metric in names:
+        assert [found[step][metric] for step in (1, 2, 3)] == [expected[step][metric] for step in (1, 2, 3)], metric
+    for metric in ("actor/loss", "actor/grad_norm"):  # from the first step after the critic's warm-up
+        assert found[3][metric] == expected[3][metric] != 0, metric
+    assert found[3]["reward/kl"] == expected[3]["reward/kl"]
+    # A pool's processes have one phase each; only where training and generation share one does it change.
+    assert ("phase/generation/seconds" in found[3]) == (name == "split")
+
+
+def test_answers_go_on_over_updates_and_none_is_older_than_the_bound(half_way: Finished) -> None:
+    found = metrics_of(half_way.run_dir)
+    bound = 2
+    behind = [found[step]["rollout/staleness_max"] for step in range(1, 7)]
+    assert behind[0] == 0 and max(behind) == bound
+    assert any(found[step].get("rollout/mixed", 0) > 0 for step in range(2, 7))
+    rows = [row for row in rows_of(half_way.run_dir / "rollouts.jsonl") if row["tag"] == "train"]
+    mixed = [row for row in rows if "versions" in row]
+    assert mixed and all(row["version"] == min(row["versions"]) for row in mixed)
+    # A token of the very policy that trains on it has that policy's log-probability, after tokens of older ones too.
+    fresh = stale = 0
+    for row in rows:
+        versions = row.get("versions", [row["version"]] * len(row["response_ids"]))
+        assert row["step"] - 1 - bound <= min(versions) <= max(versions) <= row["step"] - 1
+        for version, drawn, trainer in zip(versions, row["log_probs"], row["trainer_log_probs"], strict=True):
+            if version == row["step"] - 1:
+                assert abs(drawn - trainer) < 1e-4
+                fresh += 1
+            stale = max(stale, abs(drawn - trainer))
+    assert fresh and stale > 1e-3
+    assert not re.search(r"warning: step \d", half_way.ended.out)
+
+
+def test_half_way_answers_of_an_interrupted_run_come_again_and_no_prompt_twice(half_way: Finished) -> None:
+    rows = [row for row in rows_of(half_way.run_dir / "rollouts.jsonl") if row["tag"] == "train"]
+    assert [row["step"] for row in rows] == [step for step in range(1, 7) for _ in range(16)]
+    uids = [row["uid"] for row in rows[::4]]
+    assert len(set(uids)) == 4 * 6 and [row["uid"] for row in rows] == [uid for uid in uids for _ in range(4)]
+    resumed = int(re.findall(r"step (\d) is done", half_way.ended.out)[0])
+    assert 2 <= resumed < 6
+    # The first answers after it begin anew with the weights that were saved.
+    assert {row["version"] for row in rows if row["step"] == resumed + 1} == {resumed}

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.config import ActorConfig, LossConfig, ModelConfig, OptimizerConfig, RunConfig
+from hybridflow.config import ActorConfig, LossConfig, ModelConfig, OneStepOffConfig, OptimizerConfig, RunConfig
+from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Call, transfer_protocol
 from hybridflow.resharding.layout import ParallelLayout
-from hybridflow.workers.base import registrations
+from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.base import WorkerContext, registrations
+from hybridflow.workers.trained import TrainedWorker
 from tests.ranks import run_ranks
 from tests.tiny_models import VOCAB, save_tiny_model, save_tokenizer
 
@@ -202,3 +205,22 @@ def test_an_update_whose_tokens_are_all_masked_is_skipped_and_counted(tmp_path: 
     [(unchanged, metrics)] = run_ranks(masked_on_rank, 1, model)
     assert unchanged
     assert metrics == {"loss": 0.0, "update_skipped": 1.0, "updates": 0.0}
+
+
+@pytest.mark.parametrize(("oldest", "refused"), [(5, False), (3, False), (2, True)])
+def test_no_answer_is_trained_on_that_is_older_than_the_bound(oldest: int, refused: bool, monkeypatch) -> None:
+    trained: list[int] = []
+    monkeypatch.setattr(TrainedWorker, "update", lambda self, batch: trained.append(len(batch)))
+    config = OneStepOffConfig(name="test", max_staleness=2)
+    worker = ActorWorker(WorkerContext("actor", 0, ParallelLayout(), config, {}, "train"))
+    worker._compared, worker._version = [], 5
+    batch = DataProto.from_dict({"weight_version": torch.tensor([5, oldest, 4])})
+    if refused:
+        message = (
+            "begun with the weights of version 2, and these are of version 5: 3 updates newer, and max_staleness=2"
+        )
+        with pytest.raises(DataError, match=message):
+            worker.update(batch)
+    else:
+        worker.update(batch)
+    assert trained == ([] if refused else [3])

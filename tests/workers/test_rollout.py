@@ -2,12 +2,13 @@
 
 import math
 import types
+from typing import Any
 
 import pytest
 import torch
 
-from hybridflow.config import ModelConfig, RolloutConfig, RunConfig, SamplingConfig
-from hybridflow.errors import DataError
+from hybridflow.config import ModelConfig, OneStepOffConfig, RolloutConfig, RunConfig, SamplingConfig
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import hf_table, megatron_table, padded_vocab_size
@@ -50,17 +51,21 @@ def train(worker, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker(folders, tmp_path_factory):
-    config = RunConfig(
-        name="test",
-        seed=11,
-        model=ModelConfig(
+def settings(folders, tmp_path_factory) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "seed": 11,
+        "model": ModelConfig(
             path=folders["tied"], tokenizer_path=save_tokenizer(tmp_path_factory.mktemp("words"), KNOWN_IDS)
         ),
-        rollout=RolloutConfig(max_prompt_tokens=64, max_tokens=12, kv_cache_gb=0.05),
-    )
-    peers = {"actor": types.SimpleNamespace(engine=Trained(folders["tied"]))}
-    made = RolloutWorker(WorkerContext("rollout", 0, ParallelLayout(), config, peers, "train"))  # type: ignore[arg-type]
+        "rollout": RolloutConfig(max_prompt_tokens=64, max_tokens=12, kv_cache_gb=0.05),
+    }
+
+
+@pytest.fixture(scope="module")
+def worker(folders, settings):
+    peers: Any = {"actor": types.SimpleNamespace(engine=Trained(folders["tied"]))}
+    made = RolloutWorker(WorkerContext("rollout", 0, ParallelLayout(), RunConfig(**settings), peers, "train"))
     made.setup()
     yield made
     made.close()
@@ -111,7 +116,8 @@ def test_a_batch_gains_its_columns(synced, folders, reference_log_probs):
     batch = batch_of()
     done = generate(synced, batch)
     assert set(done.keys()) - set(batch.keys()) == {
-        "sample_ids", "responses", "response_mask", "rollout_log_probs", "weight_version", "finish_reason",
+        "sample_ids", "responses", "response_mask", "rollout_log_probs", "token_versions", "weight_version",
+        "finish_reason",
     }  # fmt: skip
     assert "responses" not in batch and done.meta_info["step"] == 3 and done.meta_info["temperature"] == 1.0
     assert done.batch["responses"].dtype == torch.int64 and done.batch["rollout_log_probs"].dtype == torch.float32
@@ -160,6 +166,7 @@ def test_a_sync_brings_the_actors_weights_and_its_version(synced, folders, refer
         assert report["sync/bytes"] == 4 * weights and report["sync/seconds"] > 0
         done = generate(synced, batch_of(), sampling=greedy)
         assert done.batch["weight_version"].tolist() == [version] * 4
+        assert done.flat("token_versions").unique().tolist() == [version]
         assert rows(done, "responses") == [
             reference_greedy(folders[name], prompt, 12, valid_vocab=KNOWN_IDS) for prompt in PROMPTS
         ]
@@ -170,3 +177,36 @@ def test_a_long_prompt_is_refused_and_named(synced):
         DataError, match=r"prompt 2 has 65 tokens; allowed are 1 to 64 \(rollout.max_prompt_tokens=64\)"
     ):
         generate(synced, batch_of([[7], [8], [9] * 65]))
+
+
+def test_no_response_begins_that_would_be_too_old(settings):
+    config = OneStepOffConfig(**settings, max_staleness=2)
+    alone = RolloutWorker(WorkerContext("rollout", 0, ParallelLayout(), config, {}, "rollout"))
+    alone.setup()
+    try:
+        alone.engine.weights_changed(0)  # of no model: what matters is who drew which token
+        first, third, fourth = (add_sample_ids(batch_of(step=step)) for step in (1, 3, 4))
+        alone.begin(third)
+        too_early = (
+            r"responses of step 4 would begin with the weights of version 0, but the step trains version 3: 3 updates "
+            r"older, and max_staleness=2. Begin them later \(run.steps with ahead=2\), after a sync in each step, or"
+        )
+        for method in (alone.begin, alone.generate):
+            with pytest.raises(DataError, match=too_early):
+                method(fourth)
+        assert alone.generate(first)["weight_version"].tolist() == [0] * 4
+        alone.engine.weights_changed(1)
+        alone.begin(fourth)
+        # All of it was drawn while the first step's was, or is drawn now; nothing is older than the step may use.
+        done = alone.generate(third)
+        assert done["weight_version"].tolist() == [min(row) for row in rows(done, "token_versions")] == [0] * 4
+        assert alone.generate(fourth)["weight_version"].tolist() == [1] * 4
+        assert not alone.engine._engine.has_unfinished_requests()
+    finally:
+        alone.close()
+
+
+def test_a_pool_that_trains_too_begins_nothing(synced):
+    with pytest.raises(ConfigError, match=r"roles.rollout.pool=train: .*Give the rollout a pool of its own"):
+        synced.begin(add_sample_ids(batch_of()))
+    assert not synced.engine._engine.has_unfinished_requests()

@@ -12,18 +12,22 @@ Invariants
 - log_probs are those of the distribution that the token was drawn from: log_softmax(logits / temperature) over the ids
   below ``valid_vocab``. Greedy tokens (temperature 0) carry log_softmax(logits), as at temperature 1. With ``top_p``
   below 1 or ``top_k`` above 0 they are renormalised over the kept tokens, which a trainer cannot reproduce.
-- No request outlives a call, whatever is raised in it.
+- A request outlives a call only where :meth:`RolloutEngine.begin` took it in, until :meth:`RolloutEngine.generate` asks
+  for it. Whatever is raised in a call, no request outlives it.
+- Each token carries the version of the weights that drew it, also where these changed in the middle of its response:
+  keys and values of the tokens before it are then computed again, so that it is drawn as that version alone would.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -72,6 +76,10 @@ class Request:
     seed: int
     max_tokens: int
 
+    def key(self, sampling: SamplingConfig) -> tuple[object, ...]:
+        """Equal for equal requests."""
+        return (tuple(self.prompt_ids), self.seed, self.max_tokens, *astuple(sampling))
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -81,13 +89,18 @@ class Completion:
         token_ids: generated ids, a stop id included.
         log_probs: of those ids, see the module.
         finish_reason: ``stop`` (a stop id) or ``length``.
-        weight_version: version of the weights that generated it.
+        token_versions: version of the weights that drew each id; never falling.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
-    weight_version: int
+    token_versions: list[int]
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest weights that had a part in it."""
+        return self.token_versions[0]
 
 
 class RolloutEngine:
@@ -172,6 +185,10 @@ class RolloutEngine:
         if self.valid_vocab < spec.vocab_size:
             self._mask_vocabulary()
         self._version: int | None = None
+        self._ids = itertools.count()
+        self._running: set[str] = set()
+        self._begun: dict[tuple[object, ...], str] = {}  # ids of requests that no call waits for yet
+        self._done: dict[str, Completion] = {}
         if load_weights:
             self.weights_changed(0)
 
@@ -236,10 +253,13 @@ class RolloutEngine:
     def weights_changed(self, version: int) -> None:
         """Drop keys and values that other weights computed, and stamp what is generated from now on.
 
+        Responses that are half-way (:meth:`begin`) keep their tokens; what the new weights make of these is computed
+        before the next one is drawn.
+
         Raises:
             RuntimeError: where vLLM did not drop its prefix cache.
         """
-        if not self._engine.reset_prefix_cache():
+        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._begun)):
             raise RuntimeError(
                 f"vLLM refused to drop its prefix cache for weight version {version}: a request still holds blocks "
                 f"({self._engine.get_num_unfinished_requests()} unfinished requests)."
@@ -254,8 +274,27 @@ class RolloutEngine:
         del self._engine, self._model, self.memory
         platform.current().release_cache()
 
+    def begin(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Take requests in and return: they are generated whenever :meth:`generate` runs, in the places that its own
+        requests leave free, and go on under other weights where these change meanwhile.
+
+        Raises:
+            DataError: as :meth:`generate`; or a request has begun already.
+        """
+        groups.require_agreement("the requests they begin", (requests, sampling))
+        self._check(requests, sampling)
+        keys = {request.key(sampling): request for request in requests}
+        if len(keys) < len(requests) or not keys.keys().isdisjoint(self._begun):
+            raise DataError(
+                "a request is begun that has begun already and was not asked for since, or twice in one call: begin "
+                "each one once, then generate it."
+            )
+        with self._dropped_on_error():
+            for key, request in keys.items():
+                self._begun[key] = self._add(request, sampling)
+
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Completion]:
-        """Generate one response per request.
+        """Generate one response per request; go on with those that have begun.
 
         Args:
             requests: any number; at most ``rollout.max_sequences`` run at once.
@@ -271,24 +310,28 @@ class RolloutEngine:
         groups.require_agreement("their requests", (requests, sampling))
         self._check(requests, sampling)
         self.memory.require()
-        completions: list[Completion | None] = [None] * len(requests)
         # vLLM's CPU sampler draws from the process's generator, even where every request has its own.
-        with torch.random.fork_rng(devices=[]), self._aborting(len(requests)):
-            for index, request in enumerate(requests):
-                prompt = tokens_input(list(request.prompt_ids))
-                self._engine.add_request(str(index), prompt, self._params(request, sampling))
-            while self._engine.has_unfinished_requests():
+        with torch.random.fork_rng(devices=[]), self._dropped_on_error():
+            ids = [self._begun.pop(request.key(sampling), None) if self._begun else None for request in requests]
+            ids = [found or self._add(request, sampling) for found, request in zip(ids, requests, strict=True)]
+            while not self._running.isdisjoint(ids):
+                if not self._engine.has_unfinished_requests():
+                    lost = [i for i, request_id in enumerate(ids) if request_id in self._running]
+                    raise RuntimeError(f"vLLM lost {len(lost)} of {len(ids)} requests, the first is request {lost[0]}.")
                 for output in self._engine.step():
-                    completions[int(output.request_id)] = self._completion(cast(RequestOutput, output))
-        missing = [i for i, completion in enumerate(completions) if completion is None]
-        if missing:
-            raise RuntimeError(
-                f"vLLM lost {len(missing)} of {len(requests)} requests, the first is request {missing[0]}."
-            )
+                    self._done[output.request_id] = self._completion(cast(RequestOutput, output))
+                    self._running.discard(output.request_id)
+            completions = [self._done.pop(request_id) for request_id in ids]
         # A rank that drew another token went on with its own: what the others computed with it is then wrong as well.
-        responses = [completion and completion.token_ids for completion in completions]
+        responses = [completion.token_ids for completion in completions]
         groups.require_agreement("their responses", responses, groups.PATIENCE)
-        return completions  # type: ignore[return-value]
+        return completions
+
+    def _add(self, request: Request, sampling: SamplingConfig) -> str:
+        name = str(next(self._ids))
+        self._running.add(name)
+        self._engine.add_request(name, tokens_input(list(request.prompt_ids)), self._params(request, sampling))
+        return name
 
     def _check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         if self._version is None:
@@ -345,17 +388,19 @@ class RolloutEngine:
                 f"weights of version {self._version} are not finite or overflow. Look at the last update's loss and "
                 f"grad_norm."
             )
-        # The oldest weights that had a part in it.
-        version = min(int(span.version) for span in answer.weight_versions)
-        return Completion(token_ids, log_probs, answer.finish_reason, version)
+        versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
+        assert len(versions) == len(token_ids), (answer.weight_versions, len(token_ids))
+        return Completion(token_ids, log_probs, answer.finish_reason, versions)
 
     @contextlib.contextmanager
-    def _aborting(self, count: int) -> Iterator[None]:
-        """Where the block raises, take its requests out of the engine, so that the next call starts clean."""
+    def _dropped_on_error(self) -> Iterator[None]:
+        """Where the block raises, take all requests out of the engine, so that the next call starts clean."""
         try:
             yield
         except BaseException:
-            self._engine.abort_request([str(index) for index in range(count)])
+            self._engine.abort_request([*self._running])
+            for requests in (self._running, self._begun, self._done):
+                requests.clear()
             raise
 
 

@@ -337,6 +337,67 @@ def test_weights_written_in_place_are_used_at_once(
             assert distance(got.log_probs, reference_log_probs(folders[name], prompt, got.token_ids)) < 1e-5
 
 
+def test_responses_that_are_half_way_go_on_under_new_weights(
+    build, folders, prompts, reference_greedy, reference_log_probs
+):
+    from hybridflow.models.hf_io import load_parameters
+    from hybridflow.models.tables import vllm_table
+
+    live = build(folders["tied"])
+    table = vllm_table(ModelSpec.from_folder(folders["tied"]), tp=1, tp_rank=0)
+    sampling = SamplingConfig(temperature=1.2)
+    long = [Request(prompt, 50 + i, 30) for i, prompt in enumerate(prompts)]
+    of_version = ["tied", "other", "tied"]
+    live.begin(long, sampling)
+    for version, name in enumerate(of_version):
+        if version:
+            load_parameters(folders[name], table, live.parameters())
+            live.weights_changed(version)
+        for prompt, got in zip(prompts[:3], ask(live, prompts[:3], max_tokens=6), strict=True):
+            assert got.token_versions == [version] * len(got.token_ids)
+            assert got.token_ids == reference_greedy(folders[name], prompt, 6)
+    done = live.generate(long, sampling)
+    assert not live._engine.has_unfinished_requests() and not live._begun and not live._done
+    assert sum(set(completion.token_versions) == {0, 1, 2} for completion in done) > 4
+    for request, completion in zip(long, done, strict=True):
+        assert completion.token_versions == sorted(completion.token_versions)
+        assert len(completion.token_versions) == len(completion.token_ids) == len(completion.log_probs)
+        for version, name in enumerate(of_version):
+            # As that version alone has it, for all tokens before: nothing of another version's keys and values is left.
+            own = [t for t, found in enumerate(completion.token_versions) if found == version]
+            expected = reference_log_probs(folders[name], request.prompt_ids, completion.token_ids, temperature=1.2)
+            assert not own or distance([completion.log_probs[t] for t in own], expected[own]) < 1e-4
+
+
+def test_a_pause_between_two_steps_changes_no_response(engine, prompts):
+    sampling = SamplingConfig(temperature=0.9)
+    long = [Request(prompt, 70 + i, 40) for i, prompt in enumerate(prompts * 12)]  # more than run at once
+    straight = engine.generate(long, sampling)
+    engine.begin(long, sampling)
+    for pause in range(3):
+        ask(engine, prompts[:1], max_tokens=5)
+        engine.weights_changed(0)  # the same weights; keys and values are dropped and computed again
+        assert engine._engine.has_unfinished_requests(), pause
+    # The last rows first: who is asked for when does not matter either.
+    last, first = engine.generate(long[50:], sampling), engine.generate(long[:50], sampling)
+    assert [c.token_ids for c in first + last] == [c.token_ids for c in straight]
+    assert max(distance(a.log_probs, b.log_probs) for a, b in zip(first + last, straight, strict=True)) < 1e-5
+
+
+def test_what_has_begun_is_not_begun_again_and_goes_with_an_error(engine, prompts, monkeypatch):
+    request = Request(prompts[0], 3, 20)
+    engine.begin([request], GREEDY)
+    for again in ([request], [Request(prompts[1], 4, 5)] * 2):
+        with pytest.raises(DataError, match="a request is begun that has begun already .* or twice in one call"):
+            engine.begin(again, GREEDY)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._model, "forward", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        ask(engine, prompts[:2])
+    assert not engine._engine.has_unfinished_requests()
+    engine.begin([request], GREEDY)
+    assert engine.generate([request], GREEDY)[0].token_ids == ask(engine, prompts[:1], max_tokens=20)[0].token_ids
+
+
 def test_a_prefix_cache_in_use_is_not_called_reset(engine, prompts):
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
