@@ -185,10 +185,8 @@ class RolloutEngine:
         if self.valid_vocab < spec.vocab_size:
             self._mask_vocabulary()
         self._version: int | None = None
-        self._ids = itertools.count()
-        self._running: set[str] = set()
+        self._ids, self._running, self._done = itertools.count(), set[str](), dict[str, Completion]()
         self._begun: dict[tuple[object, ...], str] = {}  # ids of requests that no call waits for yet
-        self._done: dict[str, Completion] = {}
         if load_weights:
             self.weights_changed(0)
 
