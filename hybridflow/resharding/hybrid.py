@@ -53,13 +53,13 @@ class Part:
 
     Attributes:
         name: such as ``actor.optimizer``; names metrics and errors.
-        release: gives the memory back. Both may be called again after they raised, and then finish what is left.
-        restore: makes the part usable again.
+        release: gives the memory back; None for a part that keeps it, and only has to be made usable again.
+        restore: makes the part usable again. Both may be called again after they raised, and then finish what is left.
     """
 
     name: str
     slot: Slot
-    release: Callable[[], object]
+    release: Callable[[], object] | None
     restore: Callable[[], object]
 
 
@@ -79,7 +79,8 @@ class Phases:
 
     Args:
         used: bytes in use.
-        trim: gives freed memory back to the system or the device; called before a change and after each release.
+        trim: gives freed memory back to the system or the device, called where parts come and go: the next to need
+            memory has to ask for it again.
         clock: seconds as a float, never going back.
 
     Attributes:
@@ -121,7 +122,8 @@ class Phases:
             self.phase, self._stopped = phase, ""
             return
         stopped_before, started = self._stopped, self._clock()
-        self._trim()  # what the last phase has freed is no part's
+        if any(part.release is not None for part in waiting):
+            self._trim()  # what the last phase has freed is no part's
         before = self._used()
         change = Change(phase, 0.0, before, before)
         self.phase = ""
@@ -169,7 +171,7 @@ class Phases:
         self._held[part.name] = None
         if part.slot.phase == phase:
             part.restore()
-        else:
+        elif part.release is not None:
             part.release()
             self._trim()
         self._held[part.name] = part.slot.phase == phase

@@ -85,7 +85,8 @@ class RolloutWorker(Worker):
     def _add_parts(self, sync: WeightSync) -> None:
         """The engine and the actor take turns in memory."""
         phases, role, memory = self.context.phases, self.context.role, self.context.config.memory
-        phases.add(Part(f"{role}.weights", Slot.ROLLOUT_WEIGHTS, self._release_weights, self._restore_weights))
+        release = None if memory.keep_rollout else self._release_weights
+        phases.add(Part(f"{role}.weights", Slot.ROLLOUT_WEIGHTS, release, self._restore_weights))
         if not memory.keep_rollout:
             cache = self.engine.memory
             phases.add(Part(f"{role}.kv_cache", Slot.KV_CACHE, cache.release_kv_cache, cache.restore_kv_cache))
@@ -94,9 +95,8 @@ class RolloutWorker(Worker):
             phases.add(Part("actor.parameters", Slot.PARAMETERS, parameters.release, parameters.restore))
 
     def _release_weights(self) -> None:
-        if not self.context.config.memory.keep_rollout:
-            self._held = None
-            self.engine.release_weights()
+        self._held = None
+        self.engine.release_weights()
 
     def _restore_weights(self) -> None:
         """Make place for the weights and take them from the actor; collective, as all ranks of a pool change phase at

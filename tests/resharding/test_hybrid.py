@@ -90,6 +90,18 @@ def test_a_part_that_is_not_registered_stays():
         process.phases.add(Part("weights", Slot.ROLLOUT_WEIGHTS, lambda: None, lambda: None))
 
 
+def test_memory_is_given_back_only_where_parts_come_and_go():
+    trimmed, restored = [], []
+    phases = Phases(trim=lambda: trimmed.append(1))
+    phases.add(Part("weights", Slot.ROLLOUT_WEIGHTS, None, lambda: restored.append(1)))
+    for phase in (TRAINING, GENERATION, TRAINING, GENERATION):
+        phases.enter(phase)
+    assert (len(restored), trimmed) == (2, [])
+    phases.add(Part("gradients", Slot.GRADIENTS, lambda: None, lambda: None))
+    phases.enter(GENERATION)
+    assert len(trimmed) == 2  # before the change, and once the gradients are gone
+
+
 def test_changes_are_timed_and_weighed_until_they_are_told(process):
     process.phases.drain()
     process.phases.enter(GENERATION)
