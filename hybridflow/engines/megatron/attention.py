@@ -7,13 +7,14 @@ their gradients summed back; queries stay. Invariant: no token attends to anothe
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hybridflow.engines.megatron import cpu  # noqa: F401  (before megatron)
-from hybridflow.engines.megatron.packing import Group, Packing, rearrange
+from hybridflow.engines.megatron.packing import Group, Packing
 
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer.module import MegatronModule  # isort: skip
@@ -58,15 +59,12 @@ class CausalAttention(MegatronModule):
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         query, key, value = (x[:, 0] for x in (query, key, value))
-        out = sum(self._attend(query, key, value, group) for group in packed_seq_params.groups)
-        assert isinstance(out, torch.Tensor)
-        return out.flatten(1).unsqueeze(1)
+        parts = (self._attend(query, key, value, group) for group in packed_seq_params.groups)
+        return functools.reduce(torch.add, parts).flatten(1).unsqueeze(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group) -> torch.Tensor:
         """The group's rows of the answer [t, heads, d], zeros elsewhere."""
-        b, q_len, k_len = group.size, group.query_length, group.key_length
-        q = rearrange(query, group.queries, group.query_cells, b * q_len).unflatten(0, (b, q_len))
-        k, v = (rearrange(x, group.keys, group.key_cells, b * k_len).unflatten(0, (b, k_len)) for x in (key, value))
+        q, k, v = group.queries.fill(query), group.keys.fill(key), group.keys.fill(value)
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=group.mask,
@@ -74,4 +72,4 @@ class CausalAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=True,
         )
-        return rearrange(out.transpose(1, 2).flatten(0, 1), group.query_cells, group.queries, len(query))
+        return group.queries.take(out.transpose(1, 2), len(query))

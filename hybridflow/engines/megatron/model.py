@@ -182,10 +182,13 @@ class PolicyModel(PackedModel):
         if temperature != 1.0:
             logits = logits / temperature
         first_id = self.pg_collection.tp.rank() * logits.shape[-1]
-        if first_id + logits.shape[-1] > self.valid_vocab:
-            ids = torch.arange(first_id, first_id + logits.shape[-1], device=logits.device)
-            logits = logits.masked_fill(ids >= self.valid_vocab, IMPOSSIBLE)
+        drawn = self.valid_vocab - first_id
+        if drawn < 1:
+            logits = logits[:, :1].masked_fill(logits.new_ones((), dtype=torch.bool), IMPOSSIBLE)
+        elif drawn < logits.shape[-1]:
+            logits = logits[:, :drawn]
         log_probs, entropy = vocab_parallel_log_probs(logits, targets, self.pg_collection.tp, first_id, with_entropy)
+        log_probs = log_probs.masked_fill(targets >= self.valid_vocab, IMPOSSIBLE)
         return torch.stack([log_probs, torch.zeros_like(log_probs) if entropy is None else entropy])
 
 

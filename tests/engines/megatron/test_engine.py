@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridflow.config import OptimizerConfig
 from tests.engines.megatron.parity import (
@@ -42,29 +43,40 @@ ARCHITECTURES = {
 }
 
 
-def score_on_rank(rank: int, folders: list[str], valid: int, chunk_bytes: int) -> list[torch.Tensor | None]:
+def score_on_rank(rank: int, folders: list[str], valid: int, chunk_bytes: int) -> list[tuple[torch.Tensor, float]]:
+    """Of each model the answers for all rows, and for a token that is never drawn."""
     from hybridflow.engines.megatron import model
 
     model.LOGIT_CHUNK_BYTES = chunk_bytes
-    return [score(build(folder, Case(), valid=valid), Case(), rows(below=valid)) for folder in folders]
+    found = []
+    for folder in folders:
+        case = Case({"tp": dist.get_world_size()}, dist.get_world_size())
+        engine = build(folder, case, settings(case), valid=valid)
+        never = ([torch.tensor([3])], [torch.tensor([valid])], [torch.ones(1, dtype=torch.bool)])
+        found.append((score(engine, case, rows(below=valid)), float(score(engine, case, never)[0])))
+        # A vocabulary shard of which nothing is drawn takes part in an update too.
+        sums, stepped = engine.update(cut(engine, case, True, rows(below=valid)), lambda x, _, __: (x.sum(), {}))
+        assert math.isfinite(sums["loss"]) and 0 < stepped["grad_norm"] < math.inf
+    return found
 
 
-@pytest.mark.parametrize(("valid", "chunk_bytes"), [(VOCAB, 2**20), (52, 4 * VOCAB * 3)])
-def test_log_probs_and_entropy_equal_transformers(tmp_path, valid, chunk_bytes):
-    """All architectures in one process, one after another; also with the ids from 52 on made impossible, and with
-    logits of three tokens at a time."""
+@pytest.mark.parametrize(("valid", "chunk_bytes", "world"), [(VOCAB, 2**20, 1), (20, 4 * VOCAB * 3, 2)])
+def test_log_probs_and_entropy_equal_transformers(tmp_path, valid, chunk_bytes, world):
+    """All architectures in one process, one after another; also with the ids from 20 on made impossible, which are all
+    of the second rank's, and with logits of three tokens at a time."""
     from transformers import AutoModelForCausalLM
 
     folders = [
         save_tiny_model(tmp_path / name, name.split("-")[0], **changes) for name, changes in ARCHITECTURES.items()
     ]
-    [answers] = run_ranks(score_on_rank, 1, folders, valid, chunk_bytes)
     prompts, responses, _ = rows(below=valid)
-    for folder, found in zip(folders, answers, strict=True):
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        with torch.no_grad():
-            expected = [oracle_log_probs(model, p, r, valid) for p, r in zip(prompts, responses, strict=True)]
-        torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=0, atol=1e-5)
+    for answers in run_ranks(score_on_rank, world, folders, valid, chunk_bytes):
+        for folder, (found, never) in zip(folders, answers, strict=True):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            with torch.no_grad():
+                expected = [oracle_log_probs(model, p, r, valid) for p, r in zip(prompts, responses, strict=True)]
+            torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=0, atol=1e-5)
+            assert never <= -1e29
 
 
 def most_bytes(run: Callable[[], object]) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hybridflow.engines.megatron.attention import CausalAttention
 from hybridflow.engines.megatron.batch import make_micro_batch
-from hybridflow.engines.megatron.packing import pack, rearrange
+from hybridflow.engines.megatron.packing import pack
 from hybridflow.errors import DataError
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_zigzag_chunks_by_hand():
     lengths = (5, 3, 8)  # 16 tokens, chunks of 4 for two ranks
     assert pack(lengths, 2, 0, CPU).tokens.tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert pack(lengths, 2, 1, CPU).tokens.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert [group.size for group in pack(lengths, 1, 0, CPU).groups] == [2, 1], "3 is less than half of 8"
+    assert [group.queries.shape[0] for group in pack(lengths, 1, 0, CPU).groups] == [2, 1], "3 is less than half of 8"
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -91,9 +91,19 @@ def test_context_parallel_ranks_have_equal_shares_of_a_long_sequence(cp_size):
     assert seen == [64 * 65 // 2 // cp_size] * cp_size
 
 
-def test_rearranging_moves_rows_and_their_gradients():
-    x = torch.arange(6.0, dtype=torch.float64).view(3, 2).requires_grad_()
-    source, target = torch.tensor([2, 0]), torch.tensor([1, 3])
-    out = rearrange(x, source, target, 4)
-    assert out.tolist() == [[0, 0], [4, 5], [0, 0], [0, 1]]
-    assert torch.autograd.gradcheck(lambda y: rearrange(y, source, target, 4), (x,))
+def test_a_rectangle_by_hand():
+    long, short = pack((3, 1, 5), 1, 0, CPU).groups  # tokens 0 1 2 | 3 | 4 5 6 7 8
+    assert long.queries.shape == (2, 5) and long.queries.tokens.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert long.queries.sources.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 2, 2], "the longest first; 2 is repeated"
+    assert (short.queries.shape, short.queries.sources.tolist()) == ((1, 1), [3])
+    x = torch.arange(9.0, dtype=torch.float64)
+    assert long.keys.fill(x).tolist() == [[4, 5, 6, 7, 8], [0, 1, 2, 2, 2]]
+    assert long.keys.take(10 + long.keys.fill(x), 9).tolist() == [10, 11, 12, 0, 14, 15, 16, 17, 18]
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 5), (4, 3)], ids=str)
+def test_gradients_go_to_the_tokens_they_came_from(lengths):
+    cells = pack(lengths, 1, 0, CPU).groups[0].queries
+    weights = torch.rand(*cells.shape, dtype=torch.float64)
+    x = torch.rand(sum(lengths), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y: cells.take(weights * cells.fill(y) ** 2, len(y)), (x,))
