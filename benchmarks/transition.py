@@ -41,7 +41,7 @@ from hybridflow.platform import current
 from hybridflow.resharding.boxes import slices
 from hybridflow.resharding.layout import GenerationLayout, ParallelLayout
 from hybridflow.resharding.plan import Copy, Table, plan_transfers
-from hybridflow.resharding.transport import make_group, reshard
+from hybridflow.resharding.transport import Traffic, make_group, reshard
 
 TRANSITIONS = ("1-4-1:1-2", "1-4-1:1-1", "2-2-1:1-2", "2-2-1:1-1", "1-2-2:1-1", "1-1-4:1-1", "4-1-1:1-1")
 SPEC = ModelSpec.from_config(
@@ -206,10 +206,11 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
         gathered.append(gather.run(sources, targets, dtype))
         return targets
 
-    traffic, gathered = [], []
+    traffic, gathered = list[Traffic](), list[int]()
     shard, targets = added_memory(lambda: {name: tensor.zero_() for name, tensor in empty().items()})
     del targets
     peak, targets = added_memory(move)
+    assert traffic[0].staged <= bucket
     check(targets)
     seconds = median_seconds(repeats, lambda: reshard(plan, sources, targets, dtype=dtype, group=group, share=share))
     del targets
