@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hybridflow.config import RunConfig
+from hybridflow.controller.message import Message, opened
 from hybridflow.errors import DataError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch, Payload, TransferProtocol, transfer_protocol
 from hybridflow.resharding.layout import Layout
@@ -131,13 +132,13 @@ class Later:
     invocation: Invocation
     answers: range
 
-    def value(self, answers: Sequence[Answer]) -> Any:
+    def value(self, answers: Sequence[Message]) -> Any:
         """Collect the other call's answers.
 
         Raises:
             ArgumentFailed: where one of them is an error.
         """
-        own = [answers[place] for place in self.answers]
+        own = [opened(answers[place]) for place in self.answers]
         for answer in own:
             if answer.error is not None:
                 raise ArgumentFailed(answer.error)
@@ -145,7 +146,7 @@ class Later:
         return self.invocation.collect(call, dispatch, [answer.value for answer in own])
 
 
-def value_of(argument: Any, answers: Sequence[Answer]) -> Any:
+def value_of(argument: Any, answers: Sequence[Message]) -> Any:
     """An argument as a method takes it; see :meth:`Later.value`."""
     return argument.value(answers) if isinstance(argument, Later) else argument
 
@@ -155,13 +156,13 @@ Share = Payload | Invocation
 
 
 class Request(NamedTuple):
-    """What one rank is asked for. It travels as a list, which Ray sends in half the time of an object.
+    """What one rank is asked for.
 
     Attributes:
         role, method, step: name the method.
         wanted: whether its output is; else it stays in the process.
         failures: how many failed calls of the pool the driver knew of when it queued this one.
-        share: the arguments, or a reference to them in the object store; None where there are none.
+        share: message of the arguments, or where it is in the object store; None where there are none.
     """
 
     role: str
@@ -172,7 +173,7 @@ class Request(NamedTuple):
     share: Any
 
 
-def arguments(share: Share | None, rank: int, answers: Sequence[Answer]) -> Payload:
+def arguments(share: Share | None, rank: int, answers: Sequence[Message]) -> Payload:
     """A rank's arguments.
 
     Raises:

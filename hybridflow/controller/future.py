@@ -18,8 +18,8 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from hybridflow.controller import outside
 from hybridflow.controller.call import Answer, Invocation, Later
+from hybridflow.controller.message import Message, held, opened, packed
 from hybridflow.controller.pool import Failure
-from hybridflow.controller.store import packed
 from hybridflow.errors import DataError, WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch
 from hybridflow.trace import Span
@@ -56,6 +56,7 @@ class DataFuture:
         timeout: seconds the call may take, from when its arguments are there; None for no limit.
         dispatched: the call with its arguments, and the ranks' shares, where they were known when it was submitted.
         awaits: the calls whose values it takes, which were running then.
+        kept: what was sent. It has the references that keep its objects in the store, which the ranks only borrow.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class DataFuture:
         timeout: float | None,
         dispatched: tuple[Call, Dispatch] | None,
         awaits: Sequence[DataFuture] = (),
+        kept: Sequence[Any] = (),
     ) -> None:
         self._group, self._invocation, self._refs = group, invocation, refs
-        self._timeout, self._dispatched, self._awaits = timeout, dispatched, list(awaits)
+        self._timeout, self._dispatched, self._awaits, self._kept = timeout, dispatched, list(awaits), kept
         self._deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._pending: dict[Any, int] = {ref: rank for rank, ref in enumerate(refs)}
         self._outputs: list[Any] = [None] * len(refs)
@@ -126,7 +128,7 @@ class DataFuture:
 
     def _let_go(self) -> None:
         """What the call was made of is not needed once it has ended, and would keep its batches alive."""
-        self._outputs, self._refs, self._dispatched, self._awaits = [], [], None, []
+        self._outputs, self._refs, self._dispatched, self._awaits, self._kept = [], [], None, [], []
         self._invocation = self._invocation.with_arguments(lambda argument: None)
 
     def _read(self, until: float) -> None:
@@ -175,14 +177,23 @@ class DataFuture:
 
     def _answers(self, ranks: dict[Any, int]) -> list[tuple[int, Answer]]:
         try:
-            return list(zip(ranks.values(), ray.get(list(ranks)), strict=True))
+            found = zip(ranks.values(), ray.get(list(ranks)), strict=True)
+            return [(rank, self._opened(answer, rank)) for rank, answer in found]
         except RayError:
             return [(rank, self._answer(ref, rank)) for ref, rank in ranks.items()]
+
+    def _opened(self, answer: Message, rank: int) -> Answer:
+        call = self._invocation
+        try:
+            return held(opened(answer))
+        except Exception as error:
+            cause = f"its value cannot be read on the driver: {type(error).__name__}: {error}"
+            return Answer(error=WorkerError(call.role, rank, call.method, call.step, cause))
 
     def _answer(self, ref: Any, rank: int) -> Answer:
         role, method, step = self._invocation.role, self._invocation.method, self._invocation.step
         try:
-            return ray.get(ref)
+            return self._opened(ray.get(ref), rank)
         except (RayActorError, OutOfMemoryError) as error:
             cause = f"the process is gone ({self._place(rank)}): {self._why_gone(rank, error)}"
             return Answer(error=WorkerDiedError(role, rank, method, step, cause))

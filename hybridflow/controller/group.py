@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.controller.call import Invocation, Request, Share
 from hybridflow.controller.future import Awaited, DataFuture
+from hybridflow.controller.message import message, packed, shared
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
-from hybridflow.controller.store import packed, shared
 from hybridflow.errors import ConfigError, PlacementError
 from hybridflow.protocol.transfer import Call, Dispatch, Protocol
 from hybridflow.resharding.layout import Layout
@@ -139,26 +139,30 @@ class WorkerGroup:
         awaited = Awaited()
         given = invocation.with_arguments(awaited.argument)
         origin = f"the arguments of {self.role}.{name}"
+        by_rank: list[Share]
         if awaited.calls:
-            ready: Share = given.with_arguments(partial(packed, origin=origin))
-            shares, dispatched = shared([ready] * self.pool.size), None
+            by_rank, dispatched = [given.with_arguments(partial(packed, origin=origin))] * self.pool.size, None
         else:
             dispatched = given.distribute(lambda argument: argument)
-            distinct = {id(payload): payload for payload in dispatched[1].payloads}
-            packs = {key: packed(payload, origin) for key, payload in distinct.items()}
-            shares = shared([packs[id(payload)] for payload in dispatched[1].payloads])
-            if not invocation.call.args and not invocation.call.kwargs:
-                shares = [None] * self.pool.size
+            by_rank = dispatched[1].payloads
+        packs = {id(share): share if awaited.calls else packed(share, origin) for share in by_rank}
+        if not invocation.call.args and not invocation.call.kwargs:
+            shares, put = [None] * self.pool.size, []
+        else:
+            messages = {key: message(pack) for key, pack in packs.items()}
+            shares, put = shared([messages[id(share)] for share in by_rank])
         answers = invocation.protocol.answers
         with self.pool.lock:
             known = self.pool.num_failures
             refs = [
                 process.call.remote(
-                    [*Request(self.role, name, self.step, answers(self.layout, rank), known, share)], *awaited.refs
+                    message(tuple(Request(self.role, name, self.step, answers(self.layout, rank), known, share))),
+                    *awaited.refs,
                 )
                 for rank, (process, share) in enumerate(zip(self.pool.processes, shares, strict=True))
             ]
-        return DataFuture(self, invocation, refs, timeout, dispatched, awaited.calls)
+        kept = [*packs.values(), *put, *awaited.refs]
+        return DataFuture(self, invocation, refs, timeout, dispatched, awaited.calls, kept)
 
     def _construct(self, worker: type[Worker] | str, config: RunConfig) -> None:
         """Create the worker of this role in every process of the pool."""

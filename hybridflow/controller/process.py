@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridflow.controller.call import Answer, ArgumentFailed, Request, arguments
-from hybridflow.controller.store import Together, batches_in, packed, unshared
+from hybridflow.controller.message import Message, batches_in, message, opened, packed, unshared
+from hybridflow.controller.store import Borrowed
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.resharding.hybrid import Phases
@@ -120,6 +121,8 @@ class DeviceProcess:
         # Calls that were queued when the driver knew of so many failures of the pool, or fewer, do not run; and why.
         self._refused: tuple[int, str] = (-1, "")
         self._known_failures = 0
+        # By role and method, the columns that it read the last time.
+        self._reads: dict[tuple[str, str], set[str]] = {}
         signal.signal(INTERRUPT, self._cancel)
 
     def place(self, node: str, node_id: str) -> Place:
@@ -164,45 +167,58 @@ class DeviceProcess:
             device_id=device if self.platform.is_cuda else None,
         )
 
-    def create(self, role: str, worker: type[Worker] | str, layout: Layout, config: RunConfig) -> Answer:
+    def create(self, role: str, worker: type[Worker] | str, layout: Layout, config: RunConfig) -> Message:
         """Construct the worker of a role; ``worker`` is a class or ``"package.module:Class"``."""
 
         def construct() -> None:
             context = WorkerContext(role, self.rank, layout, config, self.peers, self.pool, self.platform, self.phases)
             self.roles[role] = load_class(worker)(context)
 
-        return self._answer(role, "create", None, construct)
+        return message(self._answer(role, "create", None, construct))
 
-    def call(self, fields: list[Any], *answers: Answer) -> Answer:
+    def call(self, request: Message, *answers: Message) -> Message:
         """Run one method.
 
         Args:
-            fields: of a :class:`Request`.
+            request: a :class:`Request`.
             answers: of the calls whose values it takes; Ray delivers the request when they are there.
+
+        Returns:
+            An :class:`Answer`.
         """
-        role, method, step, wanted, failures, share = Request(*fields)
+        role, method, step, wanted, failures, share = Request(*opened(request))
         self._known_failures = failures
         refused, why = self._refused
         if failures <= refused:
             cause = f"not run, because {why}"
-            return Answer(error=WorkerError(role, self.rank, method, step, cause))
+            return message(Answer(error=WorkerError(role, self.rank, method, step, cause)))
+        made: list[Any] = []
+        borrowed: list[Borrowed] = []
 
         def run() -> Any:
-            args, kwargs = arguments(unshared(share), self.rank, answers)
+            args, kwargs = arguments(None if share is None else unshared(share), self.rank, answers)
             batches = list(batches_in((args, kwargs)))
-            with Together(batches):
-                value = getattr(self.roles[role], method)(*args, **kwargs)
+            borrowed.append(Borrowed(batches, self._reads.get((role, method))))
+            value = getattr(self.roles[role], method)(*args, **kwargs)
+            self._reads[role, method] = borrowed[0].read()
             for batch in batches:
                 batch.refuse_written(f"{role}.{method}")
-            return packed(value, f"{role}.{method} on rank {self.rank}") if wanted else None
+            return packed(value, f"{role}.{method} on rank {self.rank}", made) if wanted else None
 
         try:
             answer = self._answer(role, method, step, run)
+            ready = message(answer, made)
         except ArgumentFailed as failed:
-            return Answer(error=failed.error)
+            return message(Answer(error=failed.error))
+        except Exception as error:  # a value that cannot be sent
+            answer = Answer(error=WorkerError(role, self.rank, method, step, *describe_exception(error)))
+            ready = message(answer)
         if answer.error is not None:
             self._refused = failures, f"{role}.{method}, queued before it, failed on this rank"
-        return answer
+        del answer
+        for objects in borrowed:
+            objects.give_back()
+        return ready
 
     def close(self) -> None:
         """Let every worker release what outlives the process, last created first."""

@@ -1,51 +1,86 @@
-"""Rows in Ray's object store, and values on their way between processes.
+"""Rows in Ray's object store: how a process holds them, and how it reads them.
 
-Where it stands: :func:`packed` is what the driver does to arguments and a device process to results. Rows of this
-process's memory go to the store of its node, one object a column, or along with the message where they are small; rows
-that are in a store already stay there. Invariant: an object lives as long as a batch, in any process, has rows of it.
+Where it stands: the handles of columns that are neither small nor in this process's memory. A message between processes
+(``message.py``) says where an object is and has no Ray reference to it, which costs Ray some ten microseconds each time
+it is sent and received, whether or not the rows are read. So the invariant that keeps objects alive is our own: the
+driver holds a reference to every object of its batches, and to those of a call's arguments until the call has ended. A
+device process borrows them for that time (:class:`Borrowed`), and what a worker keeps beyond it is fetched before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
+from ray._private.worker import global_worker
 from ray.exceptions import RayError
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.parcel import INLINE_BYTES, Parcel, inline_or
 from hybridflow.protocol.remote import Handle, Part
-from hybridflow.protocol.serialize import PackedTensor, cells_of, pack
+
+Address = tuple[bytes, bytes, bytes]
+"""Where an object is: its id, the process that owns it, and what that process said of it."""
+
+
+def address_of(ref: Any) -> Address:
+    """What :func:`reference` needs in any process. This is what Ray's own pickle of a reference holds."""
+    _, owner, status = global_worker.core_worker.serialize_object_ref(ref)
+    return ref.binary(), owner, status
+
+
+def reference(address: Address) -> Any:
+    """A Ray reference of which the object's owner is not told: another one has to keep the object alive."""
+    name, owner, status = address
+    ref = ray.ObjectRef(name, owner)
+    global_worker.core_worker.deserialize_and_register_object_ref(name, ray.ObjectRef.nil(), owner, status)
+    return ref
 
 
 class Stored(Handle):
     """A part of a column in the object store; read in place on its own node, copied once to any other.
 
     Args:
-        ref: the object; it goes when the last copy of this handle goes, or the process that made it.
+        address: the object; it goes when its maker dies, or the driver lets go of the last handle.
         column: name of the column when it was made.
         origin: who made it, such as ``rollout.generate on rank 3``.
         node: Ray's id of the node it is on.
+        ref: keeps the object alive; without one somebody else has to.
     """
 
-    __slots__ = ("column", "node", "origin", "ref", "together")
+    __slots__ = ("__weakref__", "_borrowed", "_over", "address", "asked", "column", "node", "origin", "ref")
 
-    def __init__(self, ref: Any, column: str, origin: str, node: str) -> None:
+    def __init__(self, address: Address, column: str, origin: str, node: str, ref: Any = None) -> None:
         super().__init__()
-        self.ref, self.column, self.origin, self.node = ref, column, origin, node
-        self.together: Together | None = None
+        self.address, self.column, self.origin, self.node, self.ref = address, column, origin, node, ref
+        self.asked = False
+        self._borrowed: weakref.ref[Borrowed] | None = None
+        self._over = False
 
     @property
     def key(self) -> Any:
-        return self.ref.binary()
+        return self.address[0]
+
+    @property
+    def portable(self) -> bool:
+        return not self._over
+
+    def hold(self) -> None:
+        """Keep the object alive for as long as this handle."""
+        if self.ref is None:
+            self.ref = reference(self.address)
+
+    def fetch(self) -> Part:
+        self.asked = True
+        return super().fetch()
 
     def load(self) -> Part:
         try:
-            return ray.get(self.ref)
+            return ray.get(self.ref or reference(self.address))
         except RayError as error:
             raise DataError(
                 f"column {self.column!r} of {self.origin} cannot be read any more: the process that made it is gone, "
@@ -56,94 +91,71 @@ class Stored(Handle):
     @classmethod
     def prefetch(cls, handles: Sequence[Handle]) -> None:
         stored = [handle for handle in handles if isinstance(handle, Stored)]
-        for together in {handle.together for handle in stored if handle.together is not None}:
-            stored += together.others()
+        for borrowed in {handle._borrowed for handle in stored}:
+            found = borrowed() if borrowed is not None else None
+            stored += found.others() if found is not None else []
         wanted = {id(handle): handle for handle in stored if not handle.fetched}
         if len(wanted) > 1:
             try:
-                parts = ray.get([handle.ref for handle in wanted.values()])
+                parts = ray.get([handle.ref or reference(handle.address) for handle in wanted.values()])
             except RayError:
                 return  # one by one it shows which
             for handle, part in zip(wanted.values(), parts, strict=True):
                 handle.keep(part)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Stored, (self.ref, self.column, self.origin, self.node)
+        return Stored, (self.address, self.column, self.origin, self.node)
 
 
-class Together:
-    """Tensors of this node's store that came with one call. They are read in place, so to get one costs a request and
-    no bytes: who reads a second column of a batch gets the others with it, in the same request, while the call lasts.
+class Borrowed:
+    """Objects that came with one call, which the driver keeps in the store until the call has ended.
+
+    Tensors of this node's store are read in place, so that to get one costs a request and no bytes. The first read of a
+    method gets, in one request, the columns that the method read the last time it ran here; where it reads others, it
+    gets all of them.
+
+    Args:
+        batches: the arguments.
+        expected: the columns that the method is likely to read, by the names they were made with; None for all.
     """
 
-    def __init__(self, batches: Iterable[DataProto]) -> None:
-        here = this_node()
-        self._handles = [handle for batch in batches for handle in batch.tensor_handles if isinstance(handle, Stored)]
-        self._handles = [handle for handle in self._handles if handle.node == here]
-        self._asked = 0
-
-    def __enter__(self) -> None:
-        for handle in self._handles:
-            handle.together = self
-
-    def __exit__(self, *_: object) -> None:
-        # Handles that knew one another would keep their objects alive until a garbage collection.
-        for handle in self._handles:
-            handle.together = None
+    def __init__(self, batches: Iterable[DataProto], expected: set[str] | None = None) -> None:
+        batches, here = list(batches), this_node()
+        stored = [handle for batch in batches for handle in batch.handles if isinstance(handle, Stored)]
+        self._all = [weakref.ref(handle) for handle in stored]
+        self._near = [handle for batch in batches for handle in batch.tensor_handles if isinstance(handle, Stored)]
+        self._near = [handle for handle in self._near if handle.node == here]
+        self._expected = expected
+        me = weakref.ref(self)
+        for handle in self._near:
+            handle._borrowed = me
 
     def others(self) -> list[Stored]:
         """What to get beside the parts that are asked for."""
-        self._asked += 1
-        return self._handles if self._asked == 2 else []
+        expected, self._expected = self._expected, None
+        return [handle for handle in self._near if expected is None or handle.column in expected]
+
+    def read(self) -> set[str]:
+        """The columns that have been read so far, of those that may be got together. Ends getting them."""
+        near, self._near = self._near, []
+        return {handle.column for handle in near if handle.asked}
+
+    def give_back(self) -> None:
+        """The call has ended: what the worker has kept is fetched, since its objects may go at any time now.
+
+        Such rows stay in this node's shared memory for as long as they are kept. They are this process's own: where
+        they are sent, they are put in the store again.
+        """
+        self._near = []
+        for handle in (handle() for handle in self._all):
+            if handle is not None:
+                if not handle.fetched:
+                    with contextlib.suppress(DataError):  # told when it is read
+                        handle.keep(handle.load())
+                handle._over = True
 
 
 @functools.cache
 def this_node() -> str:
     """Ray's id of the node that this process runs on."""
     return ray.get_runtime_context().get_node_id()
-
-
-def packed(value: Any, origin: str) -> Any:
-    """A value to be sent: its batches become references, below containers too.
-
-    Raises:
-        DataError: a column of a batch came from another process and has been written to in place.
-    """
-
-    def put(column: str, part: Part) -> Handle:
-        return inline_or(lambda ready: Stored(ray.put(ready), column, origin, this_node()), part)
-
-    return pack(value, lambda part: part.parcel(put, origin) if isinstance(part, DataProto) else part)
-
-
-def shared(values: Sequence[Any]) -> list[Any]:
-    """Packed values by rank, each one that several ranks get, and is large, put in the store once for all of them."""
-    ready: dict[int, Any] = {}
-    for value in values:
-        if id(value) not in ready:
-            alone = sum(other is value for other in values) == 1
-            ready[id(value)] = value if alone or size_of(value) <= INLINE_BYTES else ray.put(value)
-    return [ready[id(value)] for value in values]
-
-
-def unshared(share: Any) -> Any:
-    """A packed value as a rank got it; see :func:`shared`."""
-    return ray.get(share) if isinstance(share, ray.ObjectRef) else share
-
-
-def size_of(value: Any) -> int:
-    """About as many bytes as a packed value has to send: tensors, arrays, strings and bytes, below containers."""
-    if isinstance(value, (PackedTensor, Parcel, np.ndarray)):
-        return value.nbytes
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    return sum(size_of(part) for part in cells_of(value) or ())
-
-
-def batches_in(value: Any) -> Iterator[DataProto]:
-    """The batches in a value, below containers too."""
-    if isinstance(value, DataProto):
-        yield value
-    else:
-        for part in cells_of(value) or ():
-            yield from batches_in(part)

@@ -465,6 +465,11 @@ class DataProto:
         return Parcel(columns, serialize.pack(self.meta_info))
 
     @property
+    def handles(self) -> list[Handle]:
+        """Where the rows of all columns are."""
+        return [handle for column in self._columns.values() for handle in column.handles]
+
+    @property
     def tensor_handles(self) -> list[Handle]:
         """Where the rows of the tensor columns are."""
         return [handle for key in self.batch for handle in self._columns[key].handles]

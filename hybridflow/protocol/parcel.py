@@ -38,11 +38,11 @@ def portable(key: str, column: Column, put: Put, shared: dict[int, Rows]) -> Col
         shared: by the identity of row numbers, those of the columns made so far; added to, so that columns that share
             row numbers still do where they arrive, and moving rows there is worked out once.
     """
-    local = [number for number, piece in enumerate(column.pieces) if piece.is_local]
+    local = [number for number, piece in enumerate(column.pieces) if not piece.is_portable]
     if not local:
         return column
     rows, kept = column.rows.compact(local)
-    blocks = [col.take_rows(column.pieces[n].local_block(), index) for n, index in zip(local, kept, strict=True)]
+    blocks = [col.take_rows(column.pieces[n].block(), index) for n, index in zip(local, kept, strict=True)]
     pieces = list(column.pieces)
     if len(local) == len(pieces):
         pieces = [_portable(key, col.concat_blocks(blocks), put)]

@@ -57,6 +57,11 @@ class Handle:
         return 0
 
     @property
+    def portable(self) -> bool:
+        """Whether another process can use it."""
+        return True
+
+    @property
     def fetched(self) -> bool:
         return self._part is not None
 
@@ -87,6 +92,10 @@ class Local(Handle):
     @property
     def key(self) -> Any:
         return id(self._part)
+
+    @property
+    def portable(self) -> bool:
+        return False
 
     @property
     def was_written(self) -> bool:
@@ -167,8 +176,12 @@ class Piece:
     def is_local(self) -> bool:
         return isinstance(self.data, Local)
 
-    def local_block(self) -> Block:
-        """The rows of a piece of this process's memory."""
+    @property
+    def is_portable(self) -> bool:
+        return all(handle.portable for handle in self.handles)
+
+    def block(self) -> Block:
+        """All rows of the piece, fetched."""
         data, *lengths = (handle.fetch() for handle in self.handles)
         return Jagged(data, lengths[0]) if lengths else data  # type: ignore[arg-type]
 

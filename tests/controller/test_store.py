@@ -14,8 +14,9 @@ import ray
 import torch
 
 from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.message import message, packed, shared, size_of, unshared
 from hybridflow.controller.pool import ResourcePool
-from hybridflow.controller.store import Stored, packed, shared, size_of
+from hybridflow.controller.store import Stored, address_of
 from hybridflow.errors import DataError, WorkerError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.remote import Inline
@@ -162,10 +163,11 @@ def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: R
 
 def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(maker: WorkerGroup):
     large = [torch.ones(1_000_000)]
-    ready = packed(large, "test")
-    assert size_of(ready) == 4_000_000
-    assert isinstance(shared([ready, ready])[0], ray.ObjectRef) and shared([ready, ready])[0] != shared([ready])[0]
-    assert shared([ready]) == [ready] and shared([[1, "x"]] * 2) == [[1, "x"]] * 2
+    ready, small = message(packed(large, "test")), message([1, "x"])
+    assert 4_000_000 < size_of(ready) < 4_001_000 and size_of(small) == len(small)
+    (first, second), put = shared([ready, ready])
+    assert first is second and first == address_of(put[0]) and torch.equal(unshared(first)[0], large[0])
+    assert shared([ready]) == ([ready], []) and shared([small] * 2) == ([small] * 2, [])
     assert maker.total(large) == [1_000_000.0, 1_000_000.0]
 
 
