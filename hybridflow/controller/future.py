@@ -157,30 +157,30 @@ class DataFuture:
     def _take(self, until: float) -> bool:
         """Read the answers of the next ranks that have one: values and errors are kept. False if none came in time."""
         left = math.inf if until == math.inf else max(0.0, until - time.monotonic())
-        # Ranks answer close to one another, and taking their answers together is cheaper.
-        refs = list(self._pending)
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=min(left, _TOGETHER))
-        if not ready:
-            left = None if left == math.inf else max(0.0, left - _TOGETHER)
-            ready, _ = ray.wait(refs, num_returns=1, timeout=left)
-        for rank, answer in self._answers({ref: self._pending.pop(ref) for ref in ready}):
+        refs, ranks = list(self._pending), list(self._pending.values())
+        try:
+            # Ranks answer close to one another, and taking their answers together is cheaper.
+            found = zip(ranks, ray.get(refs, timeout=min(left, _TOGETHER)), strict=True)
+            answers = [(rank, self._opened(answer, rank)) for rank, answer in found]
+            self._pending.clear()
+        except RayError:  # some have none yet, or are gone
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+            if not ready:
+                left = None if left == math.inf else max(0.0, left - _TOGETHER)
+                ready, _ = ray.wait(refs, num_returns=1, timeout=left)
+            answers = [(rank, self._answer(ref, rank)) for ref, rank in zip(refs, ranks, strict=True) if ref in ready]
+            self._pending = {ref: rank for ref, rank in self._pending.items() if ref not in ready}
+        for rank, answer in answers:
             self._outputs[rank] = answer.value
             if answer.error is not None:
                 self._errors[rank] = answer.error
             if answer.measured is not None:
                 self._group.pool.spans.append(self._span(rank, *answer.measured))
-        return bool(ready)
+        return bool(answers)
 
     def _span(self, rank: int, begin: float, end: float, peak: int) -> Span:
         call = self._invocation
         return Span(self._group.pool.name, rank, call.role, call.method, call.step, begin, end, peak)
-
-    def _answers(self, ranks: dict[Any, int]) -> list[tuple[int, Answer]]:
-        try:
-            found = zip(ranks.values(), ray.get(list(ranks)), strict=True)
-            return [(rank, self._opened(answer, rank)) for rank, answer in found]
-        except RayError:
-            return [(rank, self._answer(ref, rank)) for ref, rank in ranks.items()]
 
     def _opened(self, answer: Message, rank: int) -> Answer:
         call = self._invocation

@@ -42,8 +42,8 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 MOST_OF_CAUSE, MOST_OF_TRACEBACK = 4_000, 20_000
 """Characters of an exception that are sent to the driver."""
 
-MEASURED = 0.005
-"""Seconds of a call whose memory is measured; asking the system would double what a shorter one takes."""
+MEASURED = 0.02
+"""Seconds of a call whose memory is measured; asking the system would add up to a tenth to a shorter one."""
 
 INTERRUPT = signal.SIGUSR1
 """What the driver sends a process that is still inside a call which has failed elsewhere."""

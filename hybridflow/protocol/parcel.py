@@ -127,9 +127,15 @@ def open_parcel(rows: list[Any], kinds: list[Any], entries: list[Any], meta_info
 
 
 def _sent(handle: Handle) -> Any:
-    return handle.data if isinstance(handle, Inline) else handle
+    return handle.data if isinstance(handle, Inline) else handle.__reduce__()
+
+
+def _handle(sent: Any) -> Handle:
+    if isinstance(sent, bytes):
+        return Inline(sent)
+    kind, arguments = sent
+    return kind(*arguments)
 
 
 def _piece(size: int, data: Any, lengths: Any = None) -> Piece:
-    parts = [Inline(part) if isinstance(part, bytes) else part for part in (data, lengths)]
-    return Piece(parts[0], parts[1], size)
+    return Piece(_handle(data), None if lengths is None else _handle(lengths), size)

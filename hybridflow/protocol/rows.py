@@ -86,6 +86,8 @@ class Rows:
 
     def compact(self, pieces: Sequence[int]) -> tuple[Rows, list[Index]]:
         """The same rows where the given pieces have no others; and for each of these which of its rows are left."""
+        if self.is_whole():
+            return self, [range(self.sizes[piece]) for piece in pieces]
         bounds = _bounds(self.sizes)
         index = _as_array(self.index)
         left = np.ones(bounds[-1], dtype=bool)

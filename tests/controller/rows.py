@@ -34,6 +34,39 @@ def unpickled(text: str) -> Cell:
 
 
 class RowWorker(Worker):
+    kept: DataProto | None = None
+
+    @register(Protocol.DP)
+    def keep(self, batch: DataProto) -> None:
+        """Keep the batch beyond the call, unread."""
+        self.kept = batch
+
+    @register(Protocol.DP)
+    def kept_rows(self, batch: DataProto) -> DataProto:
+        """What was kept, beside the first element of each of its rows; it is not kept any more."""
+        kept, self.kept = self.kept, None
+        assert kept is not None
+        return kept.union(DataProto({"first": kept["wide"][:, 0].clone()}))
+
+    @register(Protocol.DP)
+    def pass_on_late(self, batch: DataProto, seconds: float) -> DataProto:
+        """The batch, unread, after some seconds."""
+        time.sleep(seconds)
+        return batch
+
+    @register(Protocol.DP)
+    def first_late(self, batch: DataProto, seconds: float) -> DataProto:
+        """The first element of every row of ``wide``, read after some seconds."""
+        time.sleep(seconds)
+        return DataProto({"first": batch["wide"][:, 0].clone()})
+
+    @register(Protocol.ONE_TO_ALL)
+    def references(self) -> int:
+        """How many objects this process has told Ray about."""
+        from ray._private.worker import global_worker
+
+        return len(global_worker.core_worker.get_all_reference_counts())
+
     @register(Protocol.DP)
     def make_cells(self, batch: DataProto) -> DataProto:
         """Two wide columns, and ``cell`` of 100 kB a row: all of them go to the object store."""

@@ -16,7 +16,7 @@ import torch
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.message import message, packed, shared, size_of, unshared
 from hybridflow.controller.pool import ResourcePool
-from hybridflow.controller.store import Stored, address_of
+from hybridflow.controller.store import Stored, address_of, reference
 from hybridflow.errors import DataError, WorkerError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.remote import Inline
@@ -130,7 +130,7 @@ def test_objects_go_when_the_driver_drops_its_batches(maker: WorkerGroup, cpu_po
     """200 steps of making, moving, reading and passing on: 100 MB in all, in a store of 200 MB that stays as it was."""
     other = group_on(cpu_pool, "other", RowWorker)
     gc.collect()
-    before = settled(0)
+    before, known = settled(0), other.references()
     most = 0
     for step in range(200):
         batch = maker.make(numbers(4))
@@ -144,6 +144,76 @@ def test_objects_go_when_the_driver_drops_its_batches(maker: WorkerGroup, cpu_po
     assert most - before < 80 * 4 * WIDE * 4, "at no time were there more than the objects of some steps"
     del batch, future
     assert settled(before) <= before
+    after = other.references()
+    assert all(new <= old + 10 for old, new in zip(known, after, strict=True)), (known, after)
+
+
+def test_a_reference_is_made_anywhere_from_what_its_own_process_says_of_it(maker: WorkerGroup):
+    """Ray's internal calls: what is relied on is that they exist, copy no rows, and take no part in counting."""
+    ref = ray.put(list(range(100)))
+    name, owner, status = address_of(ref)
+    assert name == ref.binary() and owner and status, "where it is known, no owner has to be asked"
+    made = maker.make(numbers(4)).select(["wide"], [])
+    (handle, _) = handles(made, "wide")
+    again = reference(handle.address)
+    assert again == handle.ref and ray.get(again)[:, 0].tolist() == [0, 1]
+    del made, handle, _
+    gc.collect()
+    assert ray.get(again)[1, 7] == 1, "in the driver, which is known to use it, any reference keeps it"
+
+
+def test_rows_stay_while_a_call_needs_them_though_the_driver_drops_the_batch(maker: WorkerGroup):
+    """Ray frees what nobody refers to within a second; the ranks read two seconds later."""
+    gc.collect()
+    before = settled(0)
+    made = maker.make(numbers(4))
+    read = maker.first_late(made, 2.5, blocking=False)
+    passed = maker.pass_on(maker.pass_on_late(made.select(["wide"], []), 0.5, blocking=False), blocking=False)
+    del made
+    gc.collect()
+    assert read.result()["first"].tolist() == [0, 1, 2, 3]
+    back = passed.result()
+    del read, passed
+    gc.collect()
+    time.sleep(2)
+    assert back["wide"][:, 3].tolist() == [0, 1, 2, 3], "what comes back unread is the driver's to keep"
+    del back
+    gc.collect()
+    assert settled(before) <= before
+
+
+def test_rows_stay_while_a_call_waits_for_the_one_that_gives_them(maker: WorkerGroup):
+    """The first call's value is read, cut and dropped by the driver before the second call has begun to read it."""
+    made = maker.make(numbers(4))
+    first = maker.pass_on_late(made, 0.2, blocking=False)
+    second = maker.first_late(first, 2.5, blocking=False)
+    first.result().pop(["wide"])
+    del made, first
+    gc.collect()
+    assert second.result()["first"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_a_worker_keeps_of_a_batch_stays_and_can_be_sent(maker: WorkerGroup):
+    gc.collect()
+    before = settled(0)
+    maker.keep(maker.make(numbers(4)))
+    gc.collect()
+    time.sleep(2)  # the driver has no batch, and Ray frees within a second
+    back = maker.kept_rows(numbers(4))
+    assert back["first"].tolist() == [0, 1, 2, 3]
+    gc.collect()
+    time.sleep(2)
+    assert back["wide"][:, 5].tolist() == [0, 1, 2, 3] and back["name"].tolist() == [f"row {i}" for i in range(4)]
+    del back
+    gc.collect()
+    assert settled(before) <= before
+
+
+def test_a_batch_that_nobody_keeps_is_not_fetched_when_its_call_ends(maker: WorkerGroup):
+    made = maker.make_cells(numbers(4))
+    maker.pass_on(made)
+    read = maker.read_columns(made, ["wide"])
+    assert read["unpickled"].tolist() == [0, 0, 0, 0] and maker.read_columns(made, ["wide"])["unpickled"].sum() == 0
 
 
 def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: ResourcePool):
