@@ -10,7 +10,7 @@ the role says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,7 @@ class WorkerGroup:
         awaited = Awaited()
         given = invocation.with_arguments(awaited.argument)
         origin = f"the arguments of {self.role}.{name}"
-        by_rank: list[Share]
+        by_rank: Sequence[Share]
         if awaited.calls:
             by_rank, dispatched = [given.with_arguments(partial(packed, origin=origin))] * self.pool.size, None
         else:

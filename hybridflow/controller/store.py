@@ -26,18 +26,21 @@ from hybridflow.protocol.remote import Handle, Part
 Address = tuple[bytes, bytes, bytes]
 """Where an object is: its id, the process that owns it, and what that process said of it."""
 
+_ray: Any = global_worker
+"""Ray's own state of this process. Two of its internal calls are used, here and nowhere else."""
+
 
 def address_of(ref: Any) -> Address:
     """What :func:`reference` needs in any process. This is what Ray's own pickle of a reference holds."""
-    _, owner, status = global_worker.core_worker.serialize_object_ref(ref)
+    _, owner, status = _ray.core_worker.serialize_object_ref(ref)
     return ref.binary(), owner, status
 
 
 def reference(address: Address) -> Any:
     """A Ray reference of which the object's owner is not told: another one has to keep the object alive."""
     name, owner, status = address
-    ref = ray.ObjectRef(name, owner)
-    global_worker.core_worker.deserialize_and_register_object_ref(name, ray.ObjectRef.nil(), owner, status)
+    ref = ray.ObjectRef(name, owner)  # type: ignore[arg-type]
+    _ray.core_worker.deserialize_and_register_object_ref(name, ray.ObjectRef.nil(), owner, status)
     return ref
 
 
@@ -126,7 +129,7 @@ class Borrowed:
         self._near = [handle for batch in batches for handle in batch.tensor_handles if isinstance(handle, Stored)]
         self._near = [handle for handle in self._near if handle.node == here]
         self._expected = expected
-        me = weakref.ref(self)
+        me: Any = weakref.ref(self)
         for handle in self._near:
             handle._borrowed = me
 

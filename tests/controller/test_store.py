@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -156,10 +157,13 @@ def test_a_reference_is_made_anywhere_from_what_its_own_process_says_of_it(maker
     made = maker.make(numbers(4)).select(["wide"], [])
     (handle, _) = handles(made, "wide")
     again = reference(handle.address)
-    assert again == handle.ref and ray.get(again)[:, 0].tolist() == [0, 1]
+    rows: Any = ray.get(again)
+    assert again == handle.ref and rows[:, 0].tolist() == [0, 1]
+    del rows
     del made, handle, _
     gc.collect()
-    assert ray.get(again)[1, 7] == 1, "in the driver, which is known to use it, any reference keeps it"
+    rows = ray.get(again)
+    assert rows[1, 7] == 1, "in the driver, which is known to use it, any reference keeps it"
 
 
 def test_rows_stay_while_a_call_needs_them_though_the_driver_drops_the_batch(maker: WorkerGroup):
