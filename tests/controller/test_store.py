@@ -15,7 +15,6 @@ import ray
 import torch
 
 from hybridflow.controller.group import WorkerGroup
-from hybridflow.controller.message import message, packed, shared, size_of, unshared
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.store import Stored, address_of, reference
 from hybridflow.errors import DataError, WorkerError
@@ -233,16 +232,6 @@ def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: R
     assert settled(before) <= before, "the pool remembers the failure, and the driver has the future, but no rows"
     with pytest.raises(WorkerError, match="it succeeded on some ranks and not on others"):
         group.make(numbers(4))
-
-
-def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(maker: WorkerGroup):
-    large = [torch.ones(1_000_000)]
-    ready, small = message(packed(large, "test")), message([1, "x"])
-    assert 4_000_000 < size_of(ready) < 4_001_000 and size_of(small) == len(small)
-    (first, second), put = shared([ready, ready])
-    assert first is second and first == address_of(put[0]) and torch.equal(unshared(first)[0], large[0])
-    assert shared([ready]) == ([ready], []) and shared([small] * 2) == ([small] * 2, [])
-    assert maker.total(large) == [1_000_000.0, 1_000_000.0]
 
 
 def error_of(read: Callable[[], object], seconds: float = 30.0) -> Exception:

@@ -1,0 +1,49 @@
+"""Messages: bytes that Ray does not look into, with large buffers beside them, each sent once."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.controller.message import message, opened, packed, shared, size_of, unshared
+from hybridflow.controller.pool import ResourcePool
+from hybridflow.controller.store import address_of
+from tests.controller.conftest import group_on
+from tests.controller.rows import RowWorker
+
+
+def test_a_small_value_is_bytes_and_comes_back():
+    value = {"x": torch.arange(3), "names": ["a", None], "scale": 0.5, "class": type("Made", (), {"here": 1})}
+    sent = message(packed(value, "test"))
+    assert isinstance(sent, bytes)
+    back = opened(sent)
+    assert back["x"].tolist() == [0, 1, 2] and back["names"] == ["a", None] and back["scale"] == 0.5
+    assert back["class"].here == 1, "a class that no module has, as those of a driver's own script"
+
+
+def test_large_buffers_stand_beside_the_pickle_and_are_not_copied():
+    tensor, array = torch.arange(100_000), np.arange(50_000)
+    data, buffers, references = message(packed([tensor, array, torch.ones(3)], "test"))
+    assert len(data) < 2000 and references == [] and size_of([data, buffers, []]) == len(data) + 800_000 + 400_000
+    first, second, third = opened([data, buffers, references])
+    assert torch.equal(first, tensor) and (second == array).all() and third.tolist() == [1, 1, 1]
+    assert first.data_ptr() == tensor.data_ptr() and second.ctypes.data == array.ctypes.data
+
+
+def test_a_value_that_no_pickle_can_carry_is_the_senders_error():
+    with pytest.raises((TypeError, pickle.PicklingError), match="generator"):
+        message(packed([(row for row in range(3))], "test"))
+
+
+@pytest.mark.ray
+def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(pool: ResourcePool):
+    large = [torch.ones(1_000_000)]
+    ready, small = message(packed(large, "test")), message([1, "x"])
+    assert 4_000_000 < size_of(ready) < 4_001_000 and size_of(small) == len(small)
+    (first, second), put = shared([ready, ready])
+    assert first is second and first == address_of(put[0]) and torch.equal(unshared(first)[0], large[0])
+    assert shared([ready]) == ([ready], []) and shared([small] * 2) == ([small] * 2, [])
+    assert group_on(pool, "maker", RowWorker).total(large) == [1_000_000.0, 1_000_000.0]
