@@ -65,7 +65,8 @@ class RowWorker(Worker):
         """How many objects this process has told Ray about."""
         from ray._private.worker import global_worker
 
-        return len(global_worker.core_worker.get_all_reference_counts())
+        process: Any = global_worker
+        return len(process.core_worker.get_all_reference_counts())
 
     @register(Protocol.DP)
     def make_cells(self, batch: DataProto) -> DataProto:
