@@ -29,7 +29,9 @@ def test_large_buffers_stand_beside_the_pickle_and_are_not_copied():
     sent = message(packed([tensor, array, torch.ones(3)], "test"))
     assert isinstance(sent, list)
     data, buffers, references = sent
-    assert len(data) < 2000 and references == [] and size_of(sent) == len(data) + 800_000 + 400_000
+    assert (
+        len(data) < 2000 and references == [] and size_of(sent) == len(data) + 800_000 + 400_000 and len(buffers) == 2
+    )
     first, second, third = opened(sent)
     assert torch.equal(first, tensor) and (second == array).all() and third.tolist() == [1, 1, 1]
     assert first.data_ptr() == tensor.data_ptr() and second.ctypes.data == array.ctypes.data
