@@ -47,6 +47,10 @@ class BareWorker(Worker):
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=8192,
             )
+        # What implements an operator is said for the whole process, by the engine built last; here each has its own.
+        self.operators = self.llm.llm_engine.vllm_config.kernel_config.ir_op_priority
+        ours: Any = self.context.peers["rollout"]
+        ours.engine._engine.vllm_config.kernel_config.ir_op_priority.set_default()
         dtype = getattr(torch, config.model.dtype)
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
         self.ddp = DistributedDataParallel(self.model)
@@ -67,7 +71,8 @@ class BareWorker(Worker):
         ]
         seconds = {}
         start = time.perf_counter()
-        self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        with self.operators.set_priority():
+            self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         seconds["generate"] = time.perf_counter() - start
 
         responses = rows_of(batch, "responses")
