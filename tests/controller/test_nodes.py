@@ -68,8 +68,9 @@ TWO_NODES = """
         future.result()
     except WorkerDiedError as error:
         assert error.rank == on_second.rank and "maker.work failed" in str(error), error
-    print("a lost node was named after", time.monotonic() - before, "s")
-    assert time.monotonic() - before < 30
+    seconds = time.monotonic() - before
+    print("a lost node was named after", seconds, "s")
+    assert seconds < 10
     here = 1 - on_second.rank
     assert made[2 * here : 2 * here + 2]["wide"][:, 0].tolist() == [2.0 * here, 2.0 * here + 1]
     try:
