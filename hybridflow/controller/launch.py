@@ -122,7 +122,7 @@ def _in_a_session_of_its_own() -> Iterator[None]:
 
 
 def join_cluster(address: str, **settings: Any) -> None:
-    """``ray.init`` for a running cluster; PlacementError in seconds where there is none.
+    """``ray.init`` for a running cluster; PlacementError in seconds where none answers.
 
     Args:
         address: ``auto`` or ``host:port``.
@@ -138,7 +138,9 @@ def join_cluster(address: str, **settings: Any) -> None:
     except OSError as error:
         raise PlacementError(
             f"ray.address (or RAY_ADDRESS)={address!r}: no Ray cluster answers there ({error}). Start one with "
-            "`ray start --head`, mend the address, or leave it empty, so that Ray is started on this machine."
+            "`ray start --head`, mend the address, or leave it empty, so that Ray is started on this machine. Does one "
+            f"run there that asks for a token (RAY_AUTH_MODE is {os.environ.get('RAY_AUTH_MODE', 'not set')} here)? "
+            "Then set RAY_AUTH_MODE=token, and put what `ray get-auth-token` says on its head into ~/.ray/auth_token."
         ) from error
 
 

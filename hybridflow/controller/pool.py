@@ -367,7 +367,10 @@ class ResourcePool:
             )
             threads = max(1, math.floor(self.cores_per_device))
             self.processes.append(options.remote(self.name, rank, self.platform, threads))
-        up = [process.place.remote(address[node], node) for process, node in zip(self.processes, node_of, strict=True)]
+        up = [
+            process.place.remote(address[node], node, len(nodes) == 1)
+            for process, node in zip(self.processes, node_of, strict=True)
+        ]
         self.places = self._wait(up, deadline - time.monotonic(), "start")
 
     def _join_world(self, node_of: list[str], local_rank: list[int], nodes: Sequence[Node], timeout: float) -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from hybridflow.controller.call import Answer, ArgumentFailed, Request, arguments
@@ -125,8 +126,16 @@ class DeviceProcess:
         self._reads: dict[tuple[str, str], set[str]] = {}
         signal.signal(INTERRUPT, self._cancel)
 
-    def place(self, node: str, node_id: str) -> Place:
-        """Answers once the process is up."""
+    def place(self, node: str, node_id: str, alone: bool = True) -> Place:
+        """Answers once the process is up.
+
+        Args:
+            node, node_id: address and Ray's id of its node.
+            alone: whether the cluster has no other nodes.
+        """
+        if not alone and (interface := interface_of(node)):
+            # Gloo takes the address that the host's name stands for, which on many machines only they know.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device = f"GPU {os.environ['CUDA_VISIBLE_DEVICES']}" if self.platform.is_cuda else "CPU"
         log = os.readlink("/proc/self/fd/2")
         return Place(self.rank, node, os.getpid(), node_id, device, log)
@@ -257,6 +266,12 @@ class DeviceProcess:
             self._known_failures,
             "it had failed on another rank, or its time was over, before it began here",
         )
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface of this machine that has an IP address; empty where none has."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if any(at.address.partition("%")[0] == address for at in own)), "")
 
 
 def describe_exception(error: BaseException) -> tuple[str, str]:

@@ -74,6 +74,31 @@ def printed(ray_session: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+JOIN = """
+import sys
+from hybridflow.controller.launch import join_cluster
+from hybridflow.errors import PlacementError
+
+try:
+    join_cluster(sys.argv[1], log_to_driver=False)
+except PlacementError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ray
+def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(ray_session: str) -> None:
+    assert os.environ["RAY_AUTH_MODE"] == "token"  # Ray's default where it is started here
+    command = [sys.executable, "-c", JOIN, ray_session]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert f"='{ray_session}': no Ray cluster answers there" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert done.stdout.strip().endswith(
+        "asks for a token (RAY_AUTH_MODE is disabled here)? Then set RAY_AUTH_MODE=token, and put what `ray "
+        "get-auth-token` says on its head into ~/.ray/auth_token."
+    )
+
+
 @pytest.mark.ray
 def test_a_run_without_an_address_starts_ray_even_where_a_cluster_runs_on_this_machine(
     printed: list[str], ray_session: str

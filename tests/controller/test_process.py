@@ -11,7 +11,7 @@ import torch
 
 from hybridflow.config import RunConfig
 from hybridflow.controller.call import Request
-from hybridflow.controller.process import INTERRUPT, DeviceProcess
+from hybridflow.controller.process import INTERRUPT, DeviceProcess, interface_of
 from hybridflow.platform import CPU
 from hybridflow.resharding.layout import ParallelLayout
 from tests.controller.echo import Echo
@@ -43,3 +43,8 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_run(process: DeviceP
         "not run, because it had failed on another rank, or its time was over, before it began here"
     )
     assert process.call(request(failures=3)).value == 0.0, "what the driver queued after it knew runs"
+
+
+def test_an_address_is_told_its_interface():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") == "", "of a documentation network, which no machine has"

@@ -1,0 +1,184 @@
+"""The recipes for clusters: KubeRay's manifest against the fields of its CRD, and the batch script with stand-ins.
+
+scripts/ray_hosts.sh is run on hosts of their own by tests/controller/test_hosts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fields(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    """An object that has no other fields than these, as the API server prunes or refuses them."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def each(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+TEXT, COUNT, YES = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$"}
+QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+MODE = {"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]}
+CONTAINER = fields(
+    ("name", "image"),
+    name=NAME,
+    image=TEXT,
+    imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
+    command=each(TEXT),
+    args=each(TEXT),
+    workingDir=TEXT,
+    env=each(fields(("name",), name=TEXT, value=TEXT, valueFrom={"type": "object"})),
+    ports=each(fields(("containerPort",), name={**NAME, "maxLength": 15}, containerPort=COUNT, protocol=TEXT)),
+    resources=fields(requests=QUANTITIES, limits=QUANTITIES),
+    volumeMounts=each(fields(("name", "mountPath"), name=NAME, mountPath=TEXT, readOnly=YES, subPath=TEXT)),
+)
+VOLUME = fields(
+    ("name",),
+    name=NAME,
+    persistentVolumeClaim=fields(("claimName",), claimName=NAME, readOnly=YES),
+    emptyDir=fields(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
+    hostPath=fields(("path",), path=TEXT, type=TEXT),
+)
+POD = fields(
+    ("spec",),
+    metadata=fields(labels=TEXTS, annotations=TEXTS),
+    spec=fields(
+        ("containers",),
+        containers=each(CONTAINER),
+        initContainers=each(CONTAINER),
+        volumes=each(VOLUME),
+        nodeSelector=TEXTS,
+        tolerations={"type": "array"},
+        serviceAccountName=NAME,
+    ),
+)
+HEAD = fields(("template",), rayStartParams=TEXTS, template=POD, serviceType=TEXT, enableIngress=YES)
+WORKERS = fields(
+    ("groupName", "minReplicas", "maxReplicas", "template"),
+    groupName=NAME,
+    replicas=COUNT,
+    minReplicas=COUNT,
+    maxReplicas=COUNT,
+    numOfHosts=COUNT,
+    rayStartParams=TEXTS,
+    template=POD,
+)
+RAY_JOB = fields(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=fields(name=NAME, generateName=TEXT, namespace=NAME, labels=TEXTS, annotations=TEXTS),
+    spec=fields(
+        ("rayClusterSpec",),
+        entrypoint=TEXT,
+        runtimeEnvYAML=TEXT,
+        submissionMode=MODE,
+        backoffLimit=COUNT,
+        activeDeadlineSeconds=COUNT,
+        shutdownAfterJobFinishes=YES,
+        ttlSecondsAfterFinished=COUNT,
+        suspend=YES,
+        rayClusterSpec=fields(
+            ("headGroupSpec",),
+            rayVersion=TEXT,
+            enableInTreeAutoscaling=YES,
+            headGroupSpec=HEAD,
+            workerGroupSpecs=each(WORKERS),
+        ),
+    ),
+)
+"""The part of the CRD ``rayjobs.ray.io`` (v1), and of Kubernetes' pods, that a run needs; names, types and required
+fields are theirs."""
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "scripts" / "kuberay.yaml").read_text())
+
+
+def test_the_kuberay_manifest_has_the_fields_of_its_crd(manifest: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(RAY_JOB)
+    jsonschema.validate(manifest, RAY_JOB)
+    # What a validator is for: a field that the API server does not know, and one that is missing.
+    manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParameters"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="'rayStartParameters' was unexpected"):
+        jsonschema.validate(manifest, RAY_JOB)
+
+
+def test_the_kuberay_manifest_is_the_run_it_says(manifest: dict[str, Any]) -> None:
+    cluster = manifest["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray.__version__
+    [workers] = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+    gpus = int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    driver, *overrides = manifest["spec"]["entrypoint"].removeprefix("python ").split()
+    assert (ROOT / driver).is_file()
+    devices = [int(n) for n in re.findall(r"pools\.\w+\.devices=\[(\d+)\]", " ".join(overrides))]
+    assert devices == [gpus] * workers["replicas"]
+
+
+# Each says in the log on which node it ran.
+STAND_INS = {
+    "scontrol": 'printf "a\\nb\\nc\\n"',
+    "hostname": """echo "10.0.0.$(($(printf %d "'$NODE") - 96)) 192.168.0.1\"""",
+    "srun": 'while [[ $1 == --* ]]; do last=$1; shift; done; NODE=${last#--nodelist=} exec "$@"',
+    "ray": 'echo "$NODE: ray $*" >>"$LOG"; [[ $1 != start ]] || exec sleep 2',
+    "python": """[[ $2 != *secrets* ]] || { echo secret; exit; }; all=$*; echo "$NODE: python ${all//$'\\n'/ } " >>"$LOG\"""",
+}
+
+
+def test_the_batch_script_starts_a_node_each_and_the_driver_on_the_first(tmp_path: Path) -> None:
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "BIN": str(tmp_path),
+        "LOG": str(log),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "[a-c]",
+        "SLURM_CPUS_PER_TASK": "32",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    script = [str(ROOT / "scripts" / "slurm.sbatch"), "examples/grpo.py", "pools.train.devices=[8,8,8]"]
+    done = subprocess.run(["bash", *script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    size = "--num-cpus=32 --num-gpus=8"
+    assert "a: ray start --head --block --node-ip-address=10.0.0.1 --port=20077 " + size in lines
+    for node, address in (("b", "10.0.0.2"), ("c", "10.0.0.3")):
+        assert f"{node}: ray start --block --address=10.0.0.1:20077 --node-ip-address={address} {size}" in lines
+    assert any(line.startswith("a: python -c") and line.endswith("10.0.0.1:20077 3 ") for line in lines)
+    assert "a: python examples/grpo.py pools.train.devices=[8,8,8] ray.address=10.0.0.1:20077 " in lines
+
+
+@pytest.mark.parametrize("arguments", [[], ["start"], ["begin", "a"]])
+def test_the_script_for_hosts_says_how_it_is_called(arguments: list[str]) -> None:
+    script = str(ROOT / "scripts" / "ray_hosts.sh")
+    done = subprocess.run([script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "scripts/ray_hosts.sh start HOST..." in done.stderr and "scripts/ray_hosts.sh stop HOST..." in done.stderr
