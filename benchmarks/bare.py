@@ -1,7 +1,7 @@
 """The parts of a GRPO step done bare, in the same device processes: what a step cannot be cheaper than.
 
 Plain ``vllm.LLM.generate``, and a transformers model with torch's DDP and AdamW: nothing of HybridFlow but the process
-it runs in, the same rows, and the same cut into micro-batches.
+it runs in, the same rows, and the same cut into micro-batches. And the actor's own megatron-core model in a plain loop.
 """
 
 from __future__ import annotations
@@ -96,6 +96,38 @@ class BareWorker(Worker):
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         seconds["update"] = time.perf_counter() - start
+        return {**seconds, **self._megatron(batch, cuts, sum(limits))}
+
+    def _megatron(self, batch: DataProto, cuts: list[list[int]], num_tokens: int) -> dict[str, float]:
+        """The same by a plain loop over the actor's megatron-core model; its loss is nothing, so no weight learns."""
+        from megatron.core.distributed import finalize_model_grads
+
+        from hybridflow.engines.megatron.batch import make_micro_batch
+        from hybridflow.engines.megatron.packing import pack
+
+        engine: Any = self.context.peers["actor"].engine  # type: ignore[attr-defined]
+        [model], seconds = engine.models, {}
+        prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
+
+        def forward(rows: list[int]) -> torch.Tensor:
+            micro = make_micro_batch(prompts, responses, None, rows, engine.device, engine.token_multiple)
+            packing = pack(micro.lengths, 1, 0, engine.device)
+            return model(micro.input_ids, micro.position_ids, micro.targets, packing, 1.0, False)[0]
+
+        with engine.parallel:
+            start = time.perf_counter()
+            with torch.no_grad():
+                for rows in cuts:
+                    forward(rows)
+            seconds["megatron_log_probs"] = time.perf_counter() - start
+            start = time.perf_counter()
+            engine.optimizer.zero_grad()
+            for k, rows in enumerate(cuts):
+                with model.no_sync() if k < len(cuts) - 1 else torch.enable_grad():
+                    (forward(rows).sum() * 0.0 / num_tokens).backward()
+            finalize_model_grads(engine.models, None)
+            engine.optimizer.step()
+            seconds["megatron_update"] = time.perf_counter() - start
         return seconds
 
     @staticmethod

@@ -3,7 +3,8 @@
     python benchmarks/step.py                                    # 8 prompts x 8 samples x up to 64 tokens
     python benchmarks/step.py data.prompts_per_step=16 rollout.max_tokens=8
 
-Takes the overrides of ``examples/grpo.py``. Prints the median seconds of each, and their ratio.
+Takes the overrides of ``examples/grpo.py``. Prints the median seconds of each, and their ratio; then what the driver
+spent in each part of a step, the bare part over it, and the share of the step that is none of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import hybridflow
 from hybridflow.algorithms.step import compute_advantages
@@ -21,9 +23,11 @@ from hybridflow.config import GRPOConfig
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.run import Run
 from hybridflow.data import demo
+from hybridflow.report.summary import read_metrics
 
 ASSETS = Path("runs/benchmarks/assets")
 WARM_UP = 3
+PARTS = ("generate", "log_probs", "update")
 SHAPE = [
     "name=step",
     "runs_dir=runs/benchmarks",
@@ -65,7 +69,7 @@ def main() -> None:
     config = load("grpo", GRPOConfig, [*SHAPE, *sys.argv[1:]])
     shutil.rmtree(Path(config.runs_dir) / config.name, ignore_errors=True)
     whole: list[float] = []
-    parts: dict[str, list[float]] = {"generate": [], "log_probs": [], "update": []}
+    parts: dict[str, list[float]] = {}
     with hybridflow.launch(config) as run:
         assert isinstance(run.actor, WorkerGroup)
         bare = WorkerGroup(run.actor.pool, "bare", "bare:BareWorker", run.actor.layout, config)
@@ -82,12 +86,40 @@ def main() -> None:
             if run.step > WARM_UP:
                 whole.append(seconds)
                 for name, value in found.items():
-                    parts[name].append(value)
+                    parts.setdefault(name, []).append(value)
     print_table(whole, parts)
+    rows = [row for row in read_metrics(Path(config.runs_dir) / config.name / "metrics.jsonl") if row["step"] > WARM_UP]
+    print_shares([row for row in rows if "time/step" in row], parts)
+
+
+def print_shares(rows: list[dict[str, Any]], parts: dict[str, list[float]]) -> None:
+    """What the driver spent, by its timers; against plain vLLM, and a plain loop over the same megatron-core model."""
+    seconds = {name[5:]: [row.get(name, 0.0) for row in rows] for name in rows[0] if name.startswith("time/")}
+    whole = seconds.pop("step")
+    print("\n  part            driver, s   share of step   bare, s   bare / driver")
+    for name, bare in (
+        ("generate", "generate"),
+        ("log_probs", "megatron_log_probs"),
+        ("update_actor", "megatron_update"),
+    ):
+        ratios = [b / s for b, s in zip(parts[bare], seconds[name], strict=True)]
+        print_part(
+            name, seconds[name], whole, f"{statistics.median(parts[bare]):9.4f} {statistics.median(ratios):15.3f}"
+        )
+    print_part("sync_weights", seconds["sync_weights"], whole)
+    others = [name for name in seconds if name not in ("generate", "log_probs", "update_actor", "sync_weights")]
+    for name in others:
+        print_part(name, seconds[name], whole)
+    print_part("outside", [sum(row) for row in zip(*(seconds[name] for name in others), strict=True)], whole)
+
+
+def print_part(name: str, seconds: list[float], whole: list[float], more: str = "") -> None:
+    share = statistics.median(s / w for s, w in zip(seconds, whole, strict=True))
+    print(f"  {name:<14} {statistics.median(seconds):10.4f} {share:15.1%} {more}")
 
 
 def print_table(whole: list[float], parts: dict[str, list[float]]) -> None:
-    bare = [sum(row) for row in zip(*parts.values(), strict=True)]
+    bare = [sum(row) for row in zip(*(parts[name] for name in PARTS), strict=True)]
     print(f"\nmedians of {len(whole)} steps after {WARM_UP} of warm-up; bare parts in the same processes, in turn")
     for name, values in parts.items():
         print(f"  bare {name:<10} {statistics.median(values):8.3f} s")

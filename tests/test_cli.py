@@ -1,6 +1,7 @@
 """The command ``hybridflow``: what it prints and its exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,5 +169,9 @@ def test_a_wrong_setting_is_told_before_torch_and_ray_are_loaded(given: list[str
         "loaded = {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )
+    before = os.times()
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    after = os.times()
     assert (child.returncode, child.stderr) == (0, "error: steps=0: has to be at least 1.\n")
+    # Of a processor: on a machine that does nothing else these are the seconds that a user waits.
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 5

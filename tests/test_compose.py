@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow import compose
-from hybridflow.config import GRPOConfig, LayoutConfig, RoleConfig, RunConfig, SFTConfig
+from hybridflow.config import GRPOConfig, LayoutConfig, OneStepOffConfig, RoleConfig, RunConfig, SFTConfig
 from hybridflow.errors import ConfigError, DataError, WorkerError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,6 +198,26 @@ def test_own_configs_extend_the_shipped_ones(tmp_path: Path) -> None:
     )
     config = compose.load("mine", GRPOConfig, ["algorithm=dr_grpo"], folder)
     assert (config.name, config.model.path, config.algorithm.normalize_std) == ("x", "some/where", False)
+
+
+def test_a_placement_of_ones_own_extends_a_shipped_one(tmp_path: Path) -> None:
+    (tmp_path / "placement").mkdir()
+    (tmp_path / "placement" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [disaggregate, _self_]\npools: {rollout: {devices: [4, 2]}}\n"
+        "roles: {rollout: {layout: {tp: 2}}}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo, _self_]\nname: x\n")
+    config = compose.load("mine", GRPOConfig, ["placement=mine"], tmp_path)
+    assert (config.pools["train"].devices, config.pools["rollout"].devices) == ([1], [4, 2])
+    assert config.roles["rollout"] == RoleConfig("rollout", LayoutConfig(tp=2))
+
+
+@pytest.mark.parametrize(("name", "max_staleness"), [("one_step_off", 1), ("async_grpo", 2)])
+def test_answers_of_older_policies_are_corrected_by_default(name: str, max_staleness: int) -> None:
+    config = compose.load(name, OneStepOffConfig)
+    assert config.max_staleness == max_staleness
+    correction = config.algorithm.correction
+    assert (correction.level, correction.bound, correction.high) == ("token", "truncate", 2.0)
 
 
 def test_a_config_without_a_schema_is_told_to_have_one(tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ def test_generation_ahead_of_training_needs_a_pool_of_its_own(
         "max_staleness=1 generates while the actor trains, but both are on pool 'train', whose processes do one at a "
         "time. Use placement=disaggregate, or set max_staleness=0."
     )
+    assert "max_staleness=2 generates while the actor trains" in refused("placement=single", name="async_grpo")
     assert "max_staleness=-1" in refused("max_staleness=-1", name="one_step_off")
     checked("placement=colocate", "max_staleness=0", name="one_step_off")
     layouts = checked("pools.rollout.devices=[4]", "roles.rollout.layout.tp=2", name="one_step_off").layouts

@@ -144,7 +144,8 @@ STAND_INS = {
     "hostname": """echo "10.0.0.$(($(printf %d "'$NODE") - 96)) 192.168.0.1\"""",
     "srun": 'while [[ $1 == --* ]]; do last=$1; shift; done; NODE=${last#--nodelist=} exec "$@"',
     "ray": 'echo "$NODE: ray $*" >>"$LOG"; [[ $1 != start ]] || exec sleep 2',
-    "python": """[[ $2 != *secrets* ]] || { echo secret; exit; }; all=$*; echo "$NODE: python ${all//$'\\n'/ } " >>"$LOG\"""",
+    "python": "[[ $2 != *secrets* ]] || { echo secret; exit; }\n"
+    """all=$*; echo "$NODE: python ${all//$'\\n'/ } " >>"$LOG\"""",
 }
 
 
