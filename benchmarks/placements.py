@@ -4,8 +4,8 @@
     python benchmarks/placements.py rollout.max_tokens=32 --steps 10
 
 Each is a run of `hybridflow bench`, so the same command goes on where it was stopped. Random weights, and many tokens
-that end an answer, give answers of 1 to `rollout.max_tokens` tokens. Prints a table and draws two steps of each as a Gantt
-chart, `gantt.png`.
+that end an answer, give answers of 1 to `rollout.max_tokens` tokens. Prints a table and draws two steps of each as a
+Gantt chart, `gantt.png`.
 """
 
 from __future__ import annotations
