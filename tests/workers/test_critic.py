@@ -133,12 +133,12 @@ def turns_on_rank(rank: int, configs: list[PPOConfig], out: str) -> list[Any]:
 
 def test_a_critic_leaves_the_memory_and_a_checkpoint_as_it_was(model: ModelConfig, tmp_path: Path) -> None:
     everything = MemoryConfig(offload=["gradients", "optimizer", "others"], folder=str(tmp_path))
-    configs = [config_of(model, memory=memory) for memory in (everything, MemoryConfig(offload=[]))]
+    configs = [config_of(model, memory=memory) for memory in (everything, MemoryConfig())]
     [[turns, kept, resumed]] = run_ranks(turns_on_rank, 1, configs, str(tmp_path / "critic"))
     assert turns[2] == 0 < kept[2]
-    assert {name.split("/")[2] for name in turns[1] if name.endswith("/gb")} == {
-        *("critic.gradients", "critic.optimizer", "critic.parameters")
-    }
+    away = [{name.split("/")[2] for name in found[1] if name.endswith("/gb")} for found in (turns, kept)]
+    # By default only what needs no place elsewhere.
+    assert away == [{"critic.gradients", "critic.optimizer", "critic.parameters"}, {"critic.gradients"}]
     for other in (kept, resumed):
         assert torch.equal(turns[0]["last"], other[0]["last"])
         assert turns[0]["metrics"] == other[0]["metrics"]

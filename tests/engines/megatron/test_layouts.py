@@ -64,11 +64,12 @@ CASES = {
     ],
 }
 # Training that goes on from a checkpoint: where it was saved, and where it is loaded, by ranks.
-SAVED, UPDATES_BEFORE, UPDATES_AFTER = Case({"tp": 2}, 4), 2, 3
+UPDATES_BEFORE, UPDATES_AFTER = 2, 3
+SAVED = {"qwen3-tied": Case({"tp": 2}, 4), "qwen3_moe": Case({"ep": 2, "etp": 2}, 4)}
 RESUMED = {
-    4: [SAVED, Case({}, 4), Case({"pp": 2}, 4)],
-    2: [Case({"pp": 2}, 2), Case({"cp": 2}, 2)],
-    1: [Case()],
+    4: [("qwen3-tied", SAVED["qwen3-tied"]), ("qwen3-tied", Case({}, 4)), ("qwen3-tied", Case({"pp": 2}, 4))],
+    2: [("qwen3-tied", Case({"pp": 2}, 2)), ("qwen3-tied", Case({"cp": 2}, 2)), ("qwen3_moe", Case({"tp": 2}, 2))],
+    1: [("qwen3-tied", Case()), ("qwen3_moe", Case())],
 }
 
 
@@ -99,27 +100,28 @@ def one_rank(folders, four_ranks) -> list[dict[str, Any]]:
 
 
 def on_four_ranks(rank: int, folders: dict[str, str], out: str) -> dict[str, Any]:
-    start, saved = f"{out}/start", f"{out}/saved"
+    start = f"{out}/start"
     save(folders["llama"], Case({"tp": 2, "pp": 2, "vpp": 2}, 4), updates=0, out=start)
-    save(folders["qwen3-tied"], SAVED, UPDATES_BEFORE, out=saved)
+    for name, case in SAVED.items():
+        save(folders[name], case, UPDATES_BEFORE, out=f"{out}/{name}")
     return {
         "trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[4]]),
-        "resumed": resume(folders["qwen3-tied"], saved, RESUMED[4]),
+        "resumed": resume(folders, out, RESUMED[4]),
         "start": start,
-        "saved": saved,
+        "saved": out,
     }
 
 
 def on_two_ranks(rank: int, folders: dict[str, str], saved: str) -> dict[str, Any]:
     return {
         "trained": train_on_rank(rank, [(folders[name], case) for name, case in CASES[2]]),
-        "resumed": resume(folders["qwen3-tied"], saved, RESUMED[2]),
+        "resumed": resume(folders, saved, RESUMED[2]),
         "by turns": by_turns(folders["llama"], folders["qwen3"]),
     }
 
 
 def on_one_rank(rank: int, folders: dict[str, str], saved: str) -> dict[str, Any]:
-    return {"resumed": resume(folders["qwen3-tied"], saved, RESUMED[1])}
+    return {"resumed": resume(folders, saved, RESUMED[1])}
 
 
 def save(folder: str, case: Case, updates: int, out: str) -> None:
@@ -131,14 +133,14 @@ def save(folder: str, case: Case, updates: int, out: str) -> None:
     checkpoint.save(engine, out, ModelConfig(path=folder))
 
 
-def resume(folder: str, saved: str, cases: list[Case]) -> list[Trained]:
-    """What more updates from a checkpoint give in each layout."""
+def resume(folders: dict[str, str], saved: str, runs: list[tuple[str, Case]]) -> list[Trained]:
+    """What more updates from each model's checkpoint give in each layout."""
     from hybridflow.engines.megatron import checkpoint
 
     found = []
-    for case in cases:
-        engine = build(folder, case, settings(case))
-        checkpoint.load(engine, saved)
+    for name, case in runs:
+        engine = build(folders[name], case, settings(case))
+        checkpoint.load(engine, f"{saved}/{name}")
         found.append(train(engine, case, UPDATES_AFTER))
     return found
 
@@ -176,14 +178,14 @@ def test_every_layout_trains_as_one_process_does(expected, world, request):
 
 @pytest.mark.parametrize("world", RESUMED)
 def test_training_goes_on_in_another_layout(folders, world, request):
-    """Weights, both moments and the schedule's clock, saved by two replicas of a tensor-parallel group that share the
-    optimizer's state out among them."""
+    """Weights, both moments and the schedule's clock, saved by replicas that share the optimizer's state out among
+    them, and by ranks with half of each of half the experts."""
     answers = request.getfixturevalue({4: "four_ranks", 2: "two_ranks", 1: "one_rank"}[world])
-    wanted = train_oracle(folders["qwen3-tied"], UPDATES_BEFORE + UPDATES_AFTER)
-    rest = Trained(wanted.losses[UPDATES_BEFORE:], wanted.norms[UPDATES_BEFORE:], wanted.log_probs)
-    for answer in answers:
-        for case, found in zip(RESUMED[world], answer["resumed"], strict=True):
-            assert_equal(found, rest, case)
+    for number, (name, case) in enumerate(RESUMED[world]):
+        wanted = train_oracle(folders[name], UPDATES_BEFORE + UPDATES_AFTER)
+        rest = Trained(wanted.losses[UPDATES_BEFORE:], wanted.norms[UPDATES_BEFORE:], wanted.log_probs)
+        for answer in answers:
+            assert_equal(answer["resumed"][number], rest, (name, case))
 
 
 def test_roles_of_one_process_keep_to_their_own_layouts(folders, expected, two_ranks):
