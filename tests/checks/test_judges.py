@@ -26,7 +26,8 @@ def test_a_judge_has_a_layout_of_its_own_or_the_rollouts(judge: Path, checked: C
     assert str(beside.layouts["reward"]) == str(beside.layouts["rollout"]) == "tp1 pp1 cp1 dp2"
     [memory] = [device for device in apart.memory if device.pool == "judge"]
     parts = {part.name: part.update for part in memory.parts}
-    # Two vocabularies (262 ids, padded to 320), two layers (attention 128 x 384, MLP 3 x 128 x 384, norms) and the last norm.
+    # Two vocabularies (262 ids, padded to 320), two layers (attention 128 x 384, MLP 3 x 128 x 384, norms) and the
+    # last norm.
     assert parts["reward.weights"] == 4 * (2 * 320 * 128 + 2 * (128 * 384 + 2 * 32 + 3 * 128 * 384 + 2 * 128) + 128)
     assert parts["reward.kv_cache"] == 2**29
 
