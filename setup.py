@@ -63,6 +63,7 @@ setup(
             "pyright[nodejs]",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "reasoning-gym",
             "ruff",
         ],

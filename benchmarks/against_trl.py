@@ -2,6 +2,7 @@
 
     python benchmarks/against_trl.py                     # 0.46 M parameters
     python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M
+    python benchmarks/against_trl.py --model models/smollm2 --prompts 2 --samples 4 --steps 3 --rounds 1     # 135 M
     python benchmarks/against_trl.py --vllm              # TRL's vLLM mode too (compiling vLLM takes it two minutes)
 
 TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers; vLLM is this
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -45,12 +47,20 @@ def trl_python() -> str:
     return str(python)
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> int:
-    """A random Qwen3 with the demo's tokenizer; returns its parameters."""
+def write_prompts(folder: Path) -> None:
+    """The demo's prompts, for both; and its model."""
+    demo.write_demo(folder, 0)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": r["messages"][0]["content"]}) + "\n" for r in rows)
+    )
+
+
+def make_model(folder: Path, hidden: int, layers: int) -> None:
+    """A random Qwen3 with the demo's tokenizer in ``folder/model``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    demo.write_demo(folder, 0)
     config = AutoConfig.from_pretrained(folder / "model")
     heads = hidden // config.head_dim
     for name, value in {
@@ -66,18 +76,24 @@ def make_model(folder: Path, hidden: int, layers: int) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / "model")
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": r["messages"][0]["content"]}) + "\n" for r in rows)
-    )
-    return sum(p.numel() for p in model.parameters())
+
+
+def count_parameters(model: Path) -> int:
+    """Elements of all tensors in a model folder."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def run_trl(args: argparse.Namespace, assets: Path, threads: int, vllm: bool = False) -> list[float]:
     """Response tokens a second of each measured step."""
     command = [
         trl_python(), "benchmarks/peers/trl_grpo.py",
-        "--model", str(assets / "model"), "--prompts", str(assets / "prompts.jsonl"),
+        "--model", str(args.model), "--prompts", str(assets / "prompts.jsonl"),
         "--prompts-per-step", str(args.prompts), "--samples", str(args.samples), "--max-tokens", str(args.max_tokens),
         "--steps", str(args.steps + WARM_UP), "--warm-up", str(WARM_UP), "--threads", str(threads),
         "--out", str(ROOT / "trl_out"), *(["--vllm"] if vllm else []),
@@ -95,13 +111,13 @@ def run_ours(args: argparse.Namespace, assets: Path) -> list[float]:
     """Response tokens a second of each measured step."""
     shutil.rmtree(ROOT / "ours", ignore_errors=True)
     command = [
-        sys.executable, "examples/grpo.py", f"runs_dir={ROOT}", "name=ours", f"model.path={assets}/model",
+        sys.executable, "examples/grpo.py", f"runs_dir={ROOT}", "name=ours", f"model.path={args.model}",
         f"data.train={assets}/train.jsonl", f"data.evaluate={assets}/heldout.jsonl",
         f"data.prompts_per_step={args.prompts}", f"rollout.n={args.samples}", f"rollout.max_tokens={args.max_tokens}",
         f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",
         "actor.loss.old_log_probs=own",  # as TRL does where a batch is used once
         "evaluate.at_start=false", "evaluate.every=0", "checkpoint.every=0", f"steps={args.steps + WARM_UP}",
-        "rollout.kv_cache_gb=0.2",
+        "rollout.kv_cache_gb=0.2", "rollout.max_prompt_tokens=64",
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (ROOT / "ours" / "metrics.jsonl").read_text().splitlines()]
@@ -116,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--model", type=Path, help="a model folder, in place of a random model of that shape")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -123,8 +140,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vllm", action="store_true", help="also measure TRL's colocated vLLM mode")
     args = parser.parse_args()
-    assets = ROOT / f"assets_{args.hidden}x{args.layers}"
-    parameters = make_model(assets, args.hidden, args.layers)
+    assets = ROOT / (f"assets_{args.model.name}" if args.model else f"assets_{args.hidden}x{args.layers}")
+    write_prompts(assets)
+    if not args.model:
+        make_model(assets, args.hidden, args.layers)
+        args.model = assets / "model"
     found: dict[str, list[float]] = {"TRL, 1 thread": [], "TRL, 2 threads": [], "HybridFlow": []}
     for _ in range(args.rounds):
         found["TRL, 1 thread"] += run_trl(args, assets, 1)
@@ -132,9 +152,8 @@ def main() -> None:
         found["TRL, 2 threads"] += run_trl(args, assets, 2)
         if args.vllm:
             found.setdefault("TRL, vLLM", []).extend(run_trl(args, assets, 2, vllm=True))
-    print(
-        f"{parameters / 1e6:.2f} M parameters, {args.prompts} x {args.samples} samples, up to {args.max_tokens} tokens"
-    )
+    shape = f"{args.prompts} x {args.samples} samples, up to {args.max_tokens} tokens"
+    print(f"{count_parameters(args.model) / 1e6:.2f} M parameters, {shape}")
     median = {name: statistics.median(values) for name, values in found.items()}
     for name, value in median.items():
         print(f"  {name:<15} {value:8.0f} response tokens/s in whole steps (median of {len(found[name])} steps)")
