@@ -243,7 +243,7 @@ def test_a_group_that_a_config_does_not_use_is_named() -> None:
 
 
 def test_an_unknown_config_is_told_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no config file 'grp'\. Did you mean 'grpo'\? Known: dapo, "):
+    with pytest.raises(ConfigError, match=r"no config file 'grp'\. Did you mean 'grpo'\? Known: async_grpo, dapo, "):
         compose.load("grp", GRPOConfig)
 
 
