@@ -93,11 +93,11 @@ def dpo_advantages(batch: DataProto, config: PreferenceConfig) -> DataProto:
         DataError: where rows are not pairs, or an answer has no token.
     """
     _check_order(batch)
-    mask = batch.padded("response_mask", value=False)
+    mask = batch.to_padded("response_mask", value=False)
     if not bool(mask.any(dim=1).all()):
         raise DataError(f"response_mask: row {int((~mask.any(dim=1)).nonzero()[0])} has no token to learn.")
-    sums = row_sum(batch.padded("log_probs").double(), mask).requires_grad_()
-    ref = row_sum(batch.padded("ref_log_probs").double(), mask)
+    sums = row_sum(batch.to_padded("log_probs").double(), mask).requires_grad_()
+    ref = row_sum(batch.to_padded("ref_log_probs").double(), mask)
     with torch.enable_grad():
         loss, sums_of = dpo(sums[0::2], sums[1::2], ref[0::2], ref[1::2], config.beta, config.label_smoothing)
         (slope,) = torch.autograd.grad(loss.mean(), sums)

@@ -104,7 +104,7 @@ class _Columns:
     def __init__(self, batch: DataProto) -> None:
         self.batch = batch
         self.lengths = batch.lengths("response_mask")
-        self.mask = batch.padded("response_mask", value=False)
+        self.mask = batch.to_padded("response_mask", value=False)
 
     def tokens(self, name: str) -> torch.Tensor:
         """A jagged column as [B, T]."""
@@ -114,7 +114,7 @@ class _Columns:
             raise DataError(
                 f"{name}: row {row} has {int(lengths[row])} entries for {int(self.lengths[row])} response tokens."
             )
-        return self.batch.padded(name)
+        return self.batch.to_padded(name)
 
     def cells(self, name: str) -> Any:
         """A column of one cell a row."""
@@ -124,7 +124,7 @@ class _Columns:
         """A column of either kind."""
         column = self.batch[name]
         if name == STEP_SCORES and column.is_nested:
-            return self.batch.padded(name, value=torch.nan)  # one a step, not one a token
+            return self.batch.to_padded(name, value=torch.nan)  # one a step, not one a token
         return self.tokens(name) if isinstance(column, torch.Tensor) and column.is_nested else column
 
 

@@ -204,9 +204,9 @@ class DataProto:
         """Lengths int64 [B] of the rows of a jagged column; of a remote one they are fetched without the rows."""
         return self._jagged(key, "lengths").lengths()
 
-    def padded(self, key: str, value: float = 0, side: str = "right") -> torch.Tensor:
+    def to_padded(self, key: str, value: float = 0, side: str = "right") -> torch.Tensor:
         """A jagged column as a dense tensor [B, T, ...], T its longest row, filled up with ``value`` on ``side``."""
-        return jag.pad_jagged(self._jagged(key, "padded").jagged(), value, side)
+        return jag.pad_jagged(self._jagged(key, "to_padded").jagged(), value, side)
 
     @staticmethod
     def jagged(rows: Sequence[torch.Tensor | Sequence], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -205,7 +205,7 @@ def jagged_from_padded(padded: torch.Tensor, mask_or_lengths: torch.Tensor) -> J
 def pad_jagged(column: Jagged, value: float = 0, side: str = "right") -> torch.Tensor:
     """The rows as a dense tensor [B, T, *trailing], T the longest row, filled with ``value`` on ``side``."""
     if side not in ("left", "right"):
-        raise DataError(f"padded: side={side!r}; choose 'right' or 'left'.")
+        raise DataError(f"to_padded: side={side!r}; choose 'right' or 'left'.")
     values, lengths, offsets = column.values, column.lengths, column.offsets
     longest = int(lengths.max()) if len(lengths) else 0
     dense = values.new_full((len(lengths), longest, *values.shape[1:]), value)

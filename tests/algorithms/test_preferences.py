@@ -92,7 +92,7 @@ def test_the_update_with_dpos_advantages_has_the_gradient_of_dpo(cuts: list[list
     found = dpo_advantages(pairs_of(picked(logits, tokens), ref, mask), config)
     assert found.meta_info["metrics"]["preference/loss"] == pytest.approx(loss.mean().item())
     settings = LossConfig(name="reinforce", aggregation="seq-mean-token-sum")
-    weights = found.padded("advantages")
+    weights = found.to_padded("advantages")
     for rows in cuts:
         share, _ = objective(
             *(picked(logits, tokens)[rows], torch.zeros(len(rows), 5)),

@@ -221,14 +221,14 @@ def test_flat_lengths_and_padded_read_a_jagged_column():
     data = table()
     assert data.flat("tokens").tolist() == [1, 2, 3, 4, 5]
     assert data.lengths("tokens").tolist() == [2, 0, 3] and data.lengths("tokens").dtype == torch.int64
-    assert data.padded("tokens").tolist() == [[1, 2, 0], [0, 0, 0], [3, 4, 5]]
-    assert data.padded("tokens", value=-1, side="left").tolist() == [[-1, 1, 2], [-1, -1, -1], [3, 4, 5]]
+    assert data.to_padded("tokens").tolist() == [[1, 2, 0], [0, 0, 0], [3, 4, 5]]
+    assert data.to_padded("tokens", value=-1, side="left").tolist() == [[-1, 1, 2], [-1, -1, -1], [3, 4, 5]]
     assert data[1:].flat("tokens").tolist() == [3, 4, 5]
-    assert data[:0].padded("tokens").shape == (0, 0)
+    assert data[:0].to_padded("tokens").shape == (0, 0)
 
 
 def test_reading_a_dense_column_as_jagged_names_the_column():
-    for method in ("flat", "lengths", "padded"):
+    for method in ("flat", "lengths", "to_padded"):
         with pytest.raises(DataError, match=f"{method}: column 'rewards' is dense"):
             getattr(table(), method)("rewards")
         with pytest.raises(DataError, match=f"{method}: column 'answer' is object"):

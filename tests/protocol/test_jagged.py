@@ -79,14 +79,14 @@ def test_batches_without_rows_survive_every_row_operation():
         assert len(result) == 0 and rows_of(result) == [] and result["x"].dtype == torch.int64
     assert data.union(data_of([])).lengths("x").tolist() == []
     assert rows_of(pickle.loads(pickle.dumps(data))) == []
-    assert data.flat("x").tolist() == [] and data.padded("x").tolist() == []
+    assert data.flat("x").tolist() == [] and data.to_padded("x").tolist() == []
 
 
 def test_rows_of_length_zero_alone_survive():
     data = data_of([[], []])
     assert rows_of(data.repeat(2)) == [[], [], [], []]
     assert rows_of(DataProto.concat([data, data_of([[7]])])) == [[], [], [7]]
-    assert data.padded("x").shape == (2, 0)
+    assert data.to_padded("x").shape == (2, 0)
     assert rows_of(data.union(data_of([[], []]))) == [[], []]
 
 
@@ -94,10 +94,10 @@ def test_trailing_dims_follow_their_rows():
     rows = [torch.tensor([[1.0, 2.0]]), torch.zeros(0, 2), torch.tensor([[3.0, 4.0], [5.0, 6.0]])]
     data = DataProto.from_dict({"x": DataProto.jagged(rows)})
     assert rows_of(data[[2, 1, 0]]) == [[[3.0, 4.0], [5.0, 6.0]], [], [[1.0, 2.0]]]
-    assert data.padded("x", value=9).tolist()[0] == [[1.0, 2.0], [9.0, 9.0]]
-    assert data.padded("x", side="left").tolist()[0] == [[0.0, 0.0], [1.0, 2.0]]
+    assert data.to_padded("x", value=9).tolist()[0] == [[1.0, 2.0], [9.0, 9.0]]
+    assert data.to_padded("x", side="left").tolist()[0] == [[0.0, 0.0], [1.0, 2.0]]
     assert rows_of(DataProto.concat(data.chunk(2))) == rows_of(data)
-    dense = data.padded("x")
+    dense = data.to_padded("x")
     again = jag.jagged_from_padded(dense, torch.tensor([1, 0, 2]))
     assert jag.jagged_difference(again, jag.Jagged.of(data["x"])) is None
 
@@ -156,13 +156,13 @@ def test_from_padded_keeps_what_the_mask_or_the_lengths_say():
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_and_back_is_the_identity(dtype, side):
     data = data_of(ROWS, dtype)
-    dense = data.padded("x", side=side)
+    dense = data.to_padded("x", side=side)
     assert dense.dtype == dtype
     mask = torch.ones(len(data.flat("x")), dtype=torch.bool)
     mask = jag.pad_jagged(jag.Jagged(mask, data.lengths("x")), False, side)
     assert rows_of(DataProto.from_dict({"x": DataProto.from_padded(dense, mask)})) == ROWS
     with pytest.raises(DataError, match="side='middle'"):
-        data.padded("x", side="middle")
+        data.to_padded("x", side="middle")
 
 
 def test_equal_nans_in_jagged_rows_are_equal_and_differences_are_found():
@@ -181,5 +181,5 @@ def test_equal_nans_in_jagged_rows_are_equal_and_differences_are_found():
 def test_gradients_flow_through_row_operations():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     data = DataProto.from_dict({"x": jag.Jagged(values, torch.tensor([1, 2])).nested()})
-    (data[[1, 1, 0]].padded("x") * torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]])).sum().backward()
+    (data[[1, 1, 0]].to_padded("x") * torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]])).sum().backward()
     assert values.grad.tolist() == [5.0, 2.0, 2.0]

@@ -154,7 +154,7 @@ def test_reading_read_only_buffers_does_not_warn_and_computes():
         for _ in range(2):
             back = pickle.loads(head, buffers=buffers)
             assert (back["x"] * 2).sum().item() == 12.0
-            assert back[[1]].flat("j").tolist() == [2, 3] and back.padded("j").tolist() == [[1, 0], [2, 3]]
+            assert back[[1]].flat("j").tolist() == [2, 3] and back.to_padded("j").tolist() == [[1, 0], [2, 3]]
             assert DataProto.concat([back, back])["x"].tolist() == [1.0, 5.0] * 2
 
 

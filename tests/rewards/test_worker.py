@@ -116,7 +116,7 @@ def test_advantages_of_steps_are_taken_from_what_the_reward_role_gives(config: R
     batch = scored.union(DataProto.from_dict({"response_mask": mask, "group_ids": torch.tensor([0, 0, 0])}))
     settings = GRPOConfig(name="x", algorithm=AlgorithmConfig(estimator="grpo_stepwise", normalize_std=False))
     # First steps 2, 1, 3; second steps 1 and 3; the mean of each is 2.
-    found = compute_advantages(batch, settings).padded("advantages").tolist()
+    found = compute_advantages(batch, settings).to_padded("advantages").tolist()
     assert found == [[0, 0, 0, -1, -1, 0], [-1, -1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
 
 

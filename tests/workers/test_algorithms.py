@@ -92,7 +92,7 @@ def trained_on_rank(rank: int, algorithms: list[str], given: list[str]) -> dict[
         made.setup()
         return made
 
-    right = is_right(every_answer().padded("responses")[: VOCAB**2])
+    right = is_right(every_answer().to_padded("responses")[: VOCAB**2])
     teacher = worker(TeacherWorker, "teacher", config_of("distill", given))
     taught = chances(teacher, "teacher_log_probs")
     found = {}
