@@ -46,20 +46,20 @@ def a_row_fits_a_micro_batch(facts: Facts) -> Iterator[Problem]:
 
 @rule("actor", "critic", "data.prompts_per_step", "rollout.n", "steps")
 def schedule_fits_the_run(facts: Facts) -> Iterator[Problem]:
-    total = facts.config.steps * facts.updates
     for here in OPTIMIZERS:
+        steps = facts.config.actor_steps if here == "actor.optimizer" else facts.config.steps
         for _, o in present(facts.config, here):
-            yield from _schedule_problems(here, o, total, facts)
+            yield from _schedule_problems(here, o, steps, facts.updates)
 
 
-def _schedule_problems(here: str, o: OptimizerConfig, total: int, facts: Facts) -> Iterator[Problem]:
+def _schedule_problems(here: str, o: OptimizerConfig, steps: int, updates: int) -> Iterator[Problem]:
     if o.min_lr > o.lr:
         yield Problem(f"{here}.min_lr", f"{here}.min_lr={o.min_lr} is above {here}.lr={o.lr}. Lower it.")
-    if o.warmup_steps >= total:
+    if o.warmup_steps >= steps * updates:
         yield Problem(
             f"{here}.warmup_steps",
-            f"{here}.warmup_steps={o.warmup_steps} is no less than the run's {total} updates (steps * updates a step = "
-            f"{facts.config.steps} * {facts.updates}): the learning rate is never constant.",
+            f"{here}.warmup_steps={o.warmup_steps} is no less than the run's {steps * updates} updates (steps * "
+            f"updates a step = {steps} * {updates}): the learning rate is never constant.",
             warning=True,
         )
     if o.schedule == "constant" and (o.decay_steps or o.min_lr):

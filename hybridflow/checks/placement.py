@@ -170,6 +170,12 @@ def reference_is_placed_where_it_is_needed(facts: Facts) -> Iterator[Problem]:
                 f"{path}={coef} measures a KL to the reference, but roles.reference is not placed. "
                 f"Use placement=colocate_reference or roles.reference={{pool: NAME}}, or set {path}=0.",
             )
+    for path, every in present(facts.config, "reference.update_every"):
+        if every and not placed:
+            yield Problem(
+                path,
+                f"{path}={every}: roles.reference is not placed. Use placement=colocate_reference, or set it to 0.",
+            )
     if placed and not any(coefs.values()) and "reference" not in required_roles(facts.config):
         yield Problem(
             "roles.reference",

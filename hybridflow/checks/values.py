@@ -186,6 +186,7 @@ RANGES: dict[str, Range] = {
     "rollout.sampling.top_p": TOP_P,
     "rollout.sampling.top_k": NATURAL,
     **{f"{role}.{name}": allowed for role in ("reward", "cost") for name, allowed in SCORING_RANGES.items()},
+    "reference.update_every": NATURAL,
     "evaluate.every": NATURAL,
     "evaluate.size": NATURAL,
     "evaluate.n": COUNT,

@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from hybridflow.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, PreferenceConfig, SafetyConfig
+from hybridflow.config.algorithm import (
+    AlgorithmConfig,
+    DynamicSamplingConfig,
+    PreferenceConfig,
+    ReferenceConfig,
+    SafetyConfig,
+    TeacherConfig,
+)
 from hybridflow.config.algorithm import CorrectionConfig as CorrectionConfig
 from hybridflow.config.base import Settings
 from hybridflow.config.data import DataConfig, EngineConfig, RewardConfig
@@ -100,7 +107,8 @@ class OptimizerConfig(Settings):
         warmup_steps: optimizer updates of linear warm-up from 0.
         schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``min_lr`` at update
             ``decay_steps``.
-        decay_steps: updates over which a linear or cosine schedule decays; 0 means all updates of the run.
+        decay_steps: updates over which a linear or cosine schedule decays; 0 means all updates of the run. Every
+            schedule counts the updates of its own model.
         distributed: data- and context-parallel ranks share the optimizer's state instead of each holding all of it.
     """
 
@@ -200,7 +208,8 @@ class CriticConfig(Settings):
         path: Hugging Face folder it begins from: a language model, whose new value head begins with zeros, or a
             classifier with one label (a reward model), with its head; empty is ``model.path``.
         clip: largest change of a value per step that still lowers the loss; 0 turns clipping off.
-        warmup_steps: first steps of the run in which the critic alone is trained.
+        warmup_steps: first steps of the run in which the critic alone is trained; the actor's learning rate begins
+            after them.
     """
 
     path: str = ""
@@ -373,6 +382,11 @@ class RunConfig(Settings):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
+    @property
+    def actor_steps(self) -> int:
+        """Steps in which the actor is trained."""
+        return self.steps
+
 
 @dataclass
 class SFTConfig(RunConfig):
@@ -394,17 +408,7 @@ class DPOConfig(PairsConfig):
     """``examples/dpo.py``."""
 
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-
-
-@dataclass
-class TeacherConfig(Settings):
-    """The model that is learned from.
-
-    Attributes:
-        path: local Hugging Face folder of any supported architecture, with the tokenizer of ``model.path``.
-    """
-
-    path: str = MISSING
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 
 @dataclass
@@ -415,6 +419,7 @@ class RLConfig(RunConfig):
     """Columns that the driver makes for estimators besides scores; None where nobody has said."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
 
 @dataclass
@@ -429,6 +434,11 @@ class PPOConfig(RLConfig):
     """``examples/ppo.py``."""
 
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def actor_steps(self) -> int:
+        """Those after the critic's warm-up, in which the actor's learning rate begins."""
+        return self.steps - self.critic.warmup_steps
 
 
 @dataclass

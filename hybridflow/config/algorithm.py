@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import MISSING
+
 from hybridflow.config.base import Settings
 
 
@@ -123,3 +125,26 @@ class SafetyConfig(Settings):
     multiplier: float = 1.0
     multiplier_lr: float = 0.1
     max_multiplier: float = 5.0
+
+
+@dataclass
+class ReferenceConfig(Settings):
+    """The policy that a KL is measured to.
+
+    Attributes:
+        update_every: steps after which the reference takes the weights that the actor then has; 0 keeps those that the
+            run started from.
+    """
+
+    update_every: int = 0
+
+
+@dataclass
+class TeacherConfig(Settings):
+    """The model that is learned from.
+
+    Attributes:
+        path: local Hugging Face folder of any supported architecture, with the tokenizer of ``model.path``.
+    """
+
+    path: str = MISSING

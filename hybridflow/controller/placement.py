@@ -70,18 +70,18 @@ def make_groups(
     return groups
 
 
-def join_pools(actor: WorkerGroup | AbsentRole, rollout: WorkerGroup | AbsentRole) -> bool:
-    """Let the processes of actor and rollout exchange weights, where these have pools of their own.
+def join_pools(actor: WorkerGroup | AbsentRole, receiver: WorkerGroup | AbsentRole) -> bool:
+    """Let the processes of the actor give weights to those of another role, where these have pools of their own.
 
     Returns:
         Whether they do: then each sync is a call of both.
     """
-    if not (isinstance(actor, WorkerGroup) and isinstance(rollout, WorkerGroup)) or actor.pool is rollout.pool:
+    if not (isinstance(actor, WorkerGroup) and isinstance(receiver, WorkerGroup)) or actor.pool is receiver.pool:
         return False
     address = actor.serve_store(actor.pool.places[0].node)[0]
     together(
-        actor.join_rollout(rollout.layout, address, blocking=False),
-        rollout.join_actor(actor.layout, address, blocking=False),
+        actor.join_receiver(receiver.role, receiver.layout, address, blocking=False),
+        receiver.join_actor(actor.layout, address, blocking=False),
     )
     return True
 

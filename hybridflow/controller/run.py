@@ -27,7 +27,7 @@ from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checks import Plan
 from hybridflow.checks.base import CRITICS
 from hybridflow.checks.placement import OWN_ROLES
-from hybridflow.config import RLConfig, RunConfig
+from hybridflow.config import DPOConfig, RLConfig, RunConfig
 from hybridflow.controller.future import together
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole, join_pools
@@ -84,9 +84,13 @@ class Run:
         self.state: dict[str, float] = {}
         self.stop_reason = ""
         self._timer = Timer()
-        self._apart = join_pools(self.actor, self.rollout)
         # What begin and start returned for steps that were not given out yet, the nearest ones in the second.
         self._begun: deque[Any] = deque()
+        self._apart = {"rollout": join_pools(self.actor, self.rollout)}
+        self._update_reference_every = reference_period(config)
+        if self._update_reference_every:
+            self._apart["reference"] = join_pools(self.actor, self.reference)
+        self._reference_version = 0
         self._ahead: deque[Any] = deque()
         self._saved = self._synced = -1
 
@@ -168,7 +172,11 @@ class Run:
             self.tracker.say(f"warning: step {self.step}: an update was skipped: {reason}.")
         if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
             self.stop(reason)
-        # First, while devices that take turns still hold the optimizer.
+        # First, while devices that take turns still hold the models in training; a checkpoint holds what comes of it.
+        if self.reference and self._due(self._update_reference_every):
+            with self.timer("update_reference"):
+                self.update_reference()
+            found["reference/version"] = float(self.step)
         if self._due(self.config.checkpoint.every):
             with self.timer("save"):
                 self.save()
@@ -188,14 +196,22 @@ class Run:
         """
         if not self.rollout or self._synced == self.step:
             return {}
-        if self._apart:
-            sent = self.actor.send_weights(self.step, blocking=False)
-            taken = self.rollout.sync_weights(self.step, blocking=False)
-            reports = [report for side in together(sent, taken) for report in side]
-        else:
-            reports = self.rollout.sync_weights(self.step)
+        reports = self._give_weights("rollout")
         self._synced = self.step
         return join_metrics(reports)
+
+    def update_reference(self) -> None:
+        """Let the reference take the actor's weights; checkpoints keep them from now on."""
+        self._give_weights("reference")
+        self._reference_version = self.step
+
+    def _give_weights(self, role: str) -> list[dict[str, float]]:
+        """The actor's weights to another role, whatever pools the two have; what every process reports."""
+        if not self._apart[role]:
+            return self.groups[role].sync_weights(self.step)
+        sent = self.actor.send_weights(self.step, role, blocking=False)
+        taken = self.groups[role].sync_weights(self.step, blocking=False)
+        return [report for side in together(sent, taken) for report in side]
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts under the current weights; the samples go to ``rollouts.jsonl`` as ``evaluate``.
@@ -258,10 +274,13 @@ class Run:
             self.actor.save(str(folder.absolute()))
             for role in CRITICS:
                 self.groups[role].save(str(folder.absolute() / role))
+            if self._reference_version:
+                self.reference.save(str(folder.absolute() / "reference"))
             # Prompts of steps that have only been started come again after a resume.
             position = self.stream.position - self._steps_ahead * self.config.data.prompts_per_step
             place = {"step": self.step, "position": position}
             state = {**place, "order": self._order(), "schedule": self._schedule(), "driver": self.state}
+            state["reference"] = self._reference_version
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")
         self._saved = self.step
@@ -291,6 +310,9 @@ class Run:
         self.actor.load(str(folder.absolute()))
         for role in CRITICS:
             self.groups[role].load(str(folder.absolute() / role))
+        self._reference_version = int(saved.get("reference", 0))  # older checkpoints have none
+        if self._reference_version:
+            self.reference.load(str(folder.absolute() / "reference"))
         self._begin(int(saved["step"]))
         self.stream.position = int(saved["position"])
         self.state = dict(saved.get("driver", {}))  # older checkpoints have none
@@ -330,7 +352,7 @@ class Run:
 
     def _schedule(self) -> dict[str, int]:
         """What the length of a decaying schedule depends on, where the settings do not give it."""
-        return {"steps": self.config.steps, "updates": self.config.steps * self.plan.updates}
+        return {"steps": self.config.steps, "updates": self.config.actor_steps * self.plan.updates}
 
     def _warn_of_another_schedule(self, saved: Mapping[str, int]) -> None:
         optimizer, now = self.config.actor.optimizer, self._schedule()
@@ -394,6 +416,11 @@ class Run:
             if span.peak:
                 peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
         return peaks
+
+
+def reference_period(config: RunConfig) -> int:
+    """Steps between two updates of the reference, by the settings of the drivers that have one; 0 for none."""
+    return config.reference.update_every if isinstance(config, RLConfig | DPOConfig) else 0
 
 
 class _Interrupts:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_table
-from hybridflow.resharding.layout import Coordinates, GenerationLayout, Groups, ParallelLayout
+from hybridflow.resharding.layout import Coordinates, GenerationLayout, Groups, Layout, ParallelLayout
 from hybridflow.resharding.plan import RankPlan, Table, plan_rank, smallest_groups
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def to_generation(spec: ModelSpec, layout: GenerationLayout, rank: int) -> Trans
     """
     sources, targets = training_tables(spec, layout.training), generation_tables(spec, layout)
     smallest = layout.transition_groups()
-    groups = smallest_groups([smallest, *_blocks(layout)], sources, targets)
+    blocks = _blocks(layout.world_size, math.lcm(layout.training.replica_size, layout.tp * layout.pp))
+    groups = smallest_groups([smallest, *blocks], sources, targets)
     if rank == 0 and layout.warning():
         log.warning("%s", layout.warning())
     if rank == 0 and groups != smallest:
@@ -93,20 +94,37 @@ def to_generation(spec: ModelSpec, layout: GenerationLayout, rank: int) -> Trans
     return Transition(groups, {r: sources[r] for r in mine}, {r: targets[r] for r in mine})
 
 
-def _blocks(layout: GenerationLayout) -> Iterator[Groups]:
+def to_training(spec: ModelSpec, source: ParallelLayout, target: ParallelLayout, rank: int) -> Transition:
+    """From one model of a world to another of the same ranks, such as from an actor to its reference.
+
+    The groups are the smallest blocks of neighbours that hold all that their ranks need: each rank alone where the two
+    layouts are the same.
+    """
+    sources, targets = training_tables(spec, source), training_tables(spec, target)
+    alone = [[r] for r in range(source.world_size)]
+    blocks = _blocks(source.world_size, math.lcm(source.replica_size, target.replica_size))
+    groups = smallest_groups([alone, *blocks], sources, targets)
+    mine = next(group for group in groups if rank in group)
+    return Transition(groups, {r: sources[r] for r in mine}, {r: targets[r] for r in mine})
+
+
+def _blocks(world: int, step: int) -> Iterator[Groups]:
     """Partitions into ever larger blocks of neighbours, each of whole replicas of both layouts; the last is the world.
 
     Experts of one layer may be spread over several data-parallel replicas of the rest, which are neighbours.
+
+    Args:
+        step: ranks of the smallest block.
     """
-    world = layout.world_size
-    step = math.lcm(layout.training.replica_size, layout.tp * layout.pp)
     for size in range(step, world + 1, step):
         if world % size == 0:
             yield [list(range(first, first + size)) for first in range(0, world, size)]
 
 
-def between_pools(spec: ModelSpec, training: ParallelLayout, generation: GenerationLayout) -> Transition:
-    """From a trainer's pool to a rollout's pool, in the joint group: the trainer's ranks, then the rollout's."""
+def between_pools(spec: ModelSpec, training: ParallelLayout, receiving: Layout) -> Transition:
+    """From a trainer's pool to another, in the joint group: the trainer's ranks, then the others'."""
     first = training.world_size
-    targets = {first + rank: table for rank, table in generation_tables(spec, generation).items()}
+    generates = isinstance(receiving, GenerationLayout)
+    tables = generation_tables(spec, receiving) if generates else training_tables(spec, receiving)
+    targets = {first + rank: table for rank, table in tables.items()}
     return Transition([list(range(first + len(targets)))], training_tables(spec, training), targets)

@@ -54,10 +54,18 @@ class Guard:
         rank: of this process.
         sources, targets: the table of each rank of the group that has one, as the sync was planned with.
         mode: one of :data:`MODES`.
+        receiver: the role with the targets, for messages.
     """
 
-    def __init__(self, rank: int, sources: Mapping[int, Table], targets: Mapping[int, Table], mode: str) -> None:
-        self.rank, self.sources, self.targets, self.mode = rank, sources, targets, mode
+    def __init__(
+        self,
+        rank: int,
+        sources: Mapping[int, Table],
+        targets: Mapping[int, Table],
+        mode: str,
+        receiver: str = "rollout",
+    ) -> None:
+        self.rank, self.sources, self.targets, self.mode, self.receiver = rank, sources, targets, mode, receiver
         self._holders: dict[str, list[tuple[tuple[int, str], Box]]] = {}
         for owner, table in sorted(sources.items()):
             for tensor, boxes in boxes_by_tensor(table).items():
@@ -92,7 +100,7 @@ class Guard:
         if wrong:
             first = wrong[0]
             raise ModelError(
-                f"weights of version {version}: the rollout's {first.parameter} does not hold the trainer's "
+                f"weights of version {version}: the {self.receiver}'s {first.parameter} does not hold the trainer's "
                 f"{describe(*chosen[first.k])} after the sync ({len(wrong)} of {len(mine)} slices differ on rank "
                 f"{self.rank}). Nothing may write weights during a sync; otherwise the reshard plan is wrong for this "
                 f"pair of layouts: report it with both. rollout.check_sync=off skips this check."

@@ -18,7 +18,7 @@ from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.hybrid import TRAINING
-from hybridflow.resharding.layout import GenerationLayout
+from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import register
 from hybridflow.workers.sync import WeightSync
 from hybridflow.workers.trained import TrainedWorker
@@ -32,7 +32,9 @@ class ActorWorker(TrainedWorker):
         self.with_entropy = bool(settings.loss.entropy_coef)
         self._compared: list[torch.Tensor] = []
         self._version: int | None = None  # of the weights that a rollout elsewhere was given last
-        self.build_trained(settings.optimizer)
+        self._store: TCPStore | None = None
+        self._syncs: dict[str, WeightSync] = {}
+        self.build_trained(settings.optimizer, steps=self.context.config.actor_steps)
 
     @register(Protocol.THREE_D, uneven="balance", spread=by_work)
     def log_probs(self, batch: DataProto) -> DataProto | None:
@@ -101,38 +103,41 @@ class ActorWorker(TrainedWorker):
 
     @register(Protocol.ONE_TO_ALL)
     def serve_store(self, host: str) -> tuple[str, int] | None:
-        """Rank 0 serves a store at which the rollout's pool finds this one.
+        """Rank 0 serves a store at which other pools find this one.
 
         Args:
-            host: address of rank 0's node, as the rollout's nodes know it.
+            host: address of rank 0's node, as the other pools' nodes know it.
 
         Returns:
             Host and port, which the system chooses; None on other ranks.
         """
         if self.context.rank:
             return None
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = self._store or TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
     @register(Protocol.ONE_TO_ALL)
-    def join_rollout(self, generation: GenerationLayout, address: tuple[str, int]) -> None:
-        """Give weights to a rollout on a pool of its own, which does ``join_actor`` at the same time.
+    def join_receiver(self, role: str, layout: Layout, address: tuple[str, int]) -> None:
+        """Give weights to a role on a pool of its own, which does ``join_actor`` at the same time.
 
         Args:
-            generation: the rollout's layout.
+            role: rollout or reference.
+            layout: its layout.
             address: what :meth:`serve_store` returned.
         """
         rank, config = self.context.rank, self.context.config
-        self._sync = WeightSync.between(self.engine.layout, generation, rank, address, config, actor=self.engine)
+        mine = self.engine.layout
+        self._syncs[role] = WeightSync.between(role, mine, layout, rank, address, config, actor=self.engine)
 
     @register(Protocol.ONE_TO_ALL)
-    def send_weights(self, version: int) -> dict[str, float]:
-        """Give the rollout the current weights as ``version``; the rollout does ``sync_weights`` at the same time.
+    def send_weights(self, version: int, role: str = "rollout") -> dict[str, float]:
+        """Give a role the current weights as ``version``; the role does ``sync_weights`` at the same time.
 
         Returns:
             What :meth:`hybridflow.workers.sync.WeightSync.run` says.
         """
         self.context.phases.enter(TRAINING)
-        report = self._sync.run(version)
-        self._version = version
+        report = self._syncs[role].run(version)
+        if role == "rollout":
+            self._version = version
         return report

@@ -7,6 +7,7 @@ order they came; data-parallel ranks run the same number of micro-batches, becau
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from hybridflow.engines.megatron import offload
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tokenizer import vocabulary_size
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.transfer import Protocol
 from hybridflow.resharding.hybrid import TRAINING, Part, Slot
 from hybridflow.resharding.layout import training_of
-from hybridflow.workers.base import Worker
+from hybridflow.workers.base import Worker, register
 
 if TYPE_CHECKING:
     from hybridflow.engines.megatron.batch import MicroBatch
@@ -122,6 +124,23 @@ class ModelWorker(Worker):
             for row, values in zip(micro.rows, answer.split(micro.mask.sum(dim=1).tolist(), dim=1), strict=True):
                 scored[row] = values.cpu()
         return tuple(DataProto.jagged(list(column)) for column in zip(*scored, strict=True))
+
+    @register(Protocol.ONE_TO_ALL)
+    def save(self, folder: str) -> None:
+        """Write weights (``folder/model``, a Hugging Face folder) and, of a model in training, optimizer state and
+        counters."""
+        from hybridflow.engines.megatron import checkpoint
+
+        self.context.phases.enter(TRAINING)
+        checkpoint.save(self.engine, folder, replace(self.context.config.model, path=self.path))
+
+    @register(Protocol.ONE_TO_ALL)
+    def load(self, folder: str) -> None:
+        """Continue from what :meth:`save` wrote."""
+        from hybridflow.engines.megatron import checkpoint
+
+        self.context.phases.enter(TRAINING)
+        checkpoint.load(self.engine, folder)
 
 
 def rows_of(batch: DataProto, key: str) -> Sequence[torch.Tensor]:

@@ -91,7 +91,7 @@ class RolloutWorker(Worker):
             cache = self.engine.memory
             phases.add(Part(f"{role}.kv_cache", Slot.KV_CACHE, cache.release_kv_cache, cache.restore_kv_cache))
         if "parameters" in memory.offload:
-            parameters = sync.offload_parameters(memory.folder)
+            parameters = sync.offload_parameters(self.engine, memory.folder)
             phases.add(Part("actor.parameters", Slot.PARAMETERS, parameters.release, parameters.restore))
 
     def _release_weights(self) -> None:
@@ -207,14 +207,16 @@ class RolloutWorker(Worker):
 
     @register(Protocol.ONE_TO_ALL)
     def join_actor(self, training: ParallelLayout, address: tuple[str, int]) -> None:
-        """Take weights from an actor on a pool of its own, which does ``join_rollout`` at the same time.
+        """Take weights from an actor on a pool of its own, which does ``join_receiver`` at the same time.
 
         Args:
             training: the actor's layout.
             address: of the actor's store.
         """
         rank = training.world_size + self.context.rank
-        self._sync = WeightSync.between(training, self.layout, rank, address, self.context.config, rollout=self.engine)
+        self._sync = WeightSync.between(
+            self.context.role, training, self.layout, rank, address, self.context.config, receiver=self.engine
+        )
 
     @register(Protocol.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:

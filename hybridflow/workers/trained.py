@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,12 +68,14 @@ class TrainedWorker(ModelWorker):
         """What an update reports, from the means of the sums over all its tokens. Collective over the replicas."""
         return means
 
-    def build_trained(self, optimizer: OptimizerConfig, path: str = "", scoring: str = "") -> None:
-        """As :meth:`build_engine`, for all updates of the run."""
+    def build_trained(
+        self, optimizer: OptimizerConfig, path: str = "", scoring: str = "", steps: int | None = None
+    ) -> None:
+        """As :meth:`build_engine`, for all updates of ``steps``, or of the run."""
         config = self.context.config
         rows = config.data.prompts_per_step * config.rollout.n
         updates = config.actor.epochs * (rows // (config.actor.mini_batch_size or rows))
-        self.build_engine(optimizer, config.steps * updates, path, scoring)
+        self.build_engine(optimizer, (config.steps if steps is None else steps) * updates, path, scoring)
 
     @register(Protocol.THREE_D, prepare=number_rows, uneven="balance", spread=by_work_of_updates)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -128,22 +129,6 @@ class TrainedWorker(ModelWorker):
         totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
         means = {name: total / num_tokens for name, total in zip(sums, totals, strict=True) if name != "loss"}
         return {"loss": totals[list(sums).index("loss")], **self.metrics(means), **stepped}
-
-    @register(Protocol.ONE_TO_ALL)
-    def save(self, folder: str) -> None:
-        """Write weights (``folder/model``, a Hugging Face folder), optimizer state and counters."""
-        from hybridflow.engines.megatron import checkpoint
-
-        self.context.phases.enter(TRAINING)
-        checkpoint.save(self.engine, folder, replace(self.context.config.model, path=self.path))
-
-    @register(Protocol.ONE_TO_ALL)
-    def load(self, folder: str) -> None:
-        """Continue from what :meth:`save` wrote."""
-        from hybridflow.engines.megatron import checkpoint
-
-        self.context.phases.enter(TRAINING)
-        checkpoint.load(self.engine, folder)
 
 
 def _padded(column: Sequence[torch.Tensor], micro: MicroBatch) -> torch.Tensor:

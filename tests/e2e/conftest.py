@@ -97,8 +97,17 @@ def overrides(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def four_steps(overrides: list[str]) -> list[str]:
-    """GRPO with a reward file that fails on some answers and gives a signal on the rest."""
-    return [*overrides, "steps=4", "rollout.n=4", f"reward.function={REWARD}:score", "reward.max_failed=0.9"]
+    """GRPO with a reward file that fails on some answers and gives a signal on the rest, and with a reference that
+    follows the actor."""
+    reference = ["roles.reference={pool: train}", "reference.update_every=2", "actor.loss.kl_coef=0.1"]
+    return [
+        *overrides,
+        *reference,
+        "steps=4",
+        "rollout.n=4",
+        f"reward.function={REWARD}:score",
+        "reward.max_failed=0.9",
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -269,7 +278,7 @@ def straight(straight_driver: Driver) -> Finished:
 def two_pools(start: Callable[..., Driver], four_steps: list[str]) -> dict[str, Finished]:
     """Training and generation on a device each: step after step, and side by side."""
     drivers = {
-        "apart": start(GRPO, four_steps, "name=apart", "placement=disaggregate"),
+        "apart": start(GRPO, four_steps, "name=apart", "placement=disaggregate", "roles.reference.pool=rollout"),
         "ahead": start(ONE_STEP_OFF, four_steps, "name=ahead"),
     }
     return {name: to_its_end(driver) for name, driver in drivers.items()}

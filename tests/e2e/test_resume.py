@@ -19,7 +19,8 @@ from tests.e2e.drivers import metrics_of, rows_of
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 # What a resumed step has to repeat to the last bit: everything but clocks and the sync of the start.
-REPEATED = ("actor/", "reward/mean", "reward/failed", "reward/solved", "response/", "rollout_vs_trainer/", "evaluate/")
+REPEATED = ("actor/", "reference/", "reward/mean", "reward/failed", "reward/solved", "response/")
+REPEATED += ("rollout_vs_trainer/", "evaluate/")
 
 
 def repeated(run: Finished) -> dict[int, dict[str, float]]:
@@ -61,6 +62,26 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
         names = [name for name in files_of(theirs) if name not in ("manifest.json", "config.yaml")]  # name, resume
         assert files_of(ours) == files_of(theirs)
         assert filecmp.cmpfiles(ours, theirs, names, shallow=False) == (names, [], [])
+
+
+def test_a_reference_that_follows_is_the_actor_of_two_steps_ago_and_part_of_a_checkpoint(
+    straight: Finished, resumed: dict[str, Finished], two_pools: dict[str, Finished]
+) -> None:
+    from safetensors.torch import load_file
+
+    for run in (straight, *resumed.values(), two_pools["apart"]):
+        saved = [run.run_dir / "checkpoints" / f"step_{step:06d}" for step in (1, 2, 3, 4)]
+        assert [(folder / "reference").is_dir() for folder in saved] == [False, True, True, True]
+        for held, taken in ((1, 1), (2, 1), (3, 3)):  # in the checkpoints of steps 2, 3 and 4
+            ours, theirs = (
+                load_file(saved[step] / part / "model.safetensors")
+                for step, part in ((held, "reference/model"), (taken, "model"))
+            )
+            assert all(ours[name].equal(theirs[name]) for name in theirs)
+        rows = metrics_of(run.run_dir)
+        # KL to itself at steps 1 and 3, to the policy of a step before at 2 and 4.
+        assert [rows[step]["actor/kl"] > 1e-8 for step in (1, 2, 3, 4)] == [False, True, False, True]
+        assert [rows[step].get("reference/version") for step in (1, 2, 3, 4)] == [None, 2, None, 4]
 
 
 def test_a_killed_process_ends_the_run_and_is_named(killed: Killed) -> None:

@@ -77,6 +77,37 @@ def test_values_and_updates_do_not_depend_on_layout_and_micro_batches(model: Mod
             assert found["metrics"] == pytest.approx(metrics, rel=1e-3, abs=1e-4), run[0]
 
 
+def rates_on_rank(rank: int, config: PPOConfig) -> dict[str, list[float]]:
+    """Learning rates of the run's steps, of actor and critic, as the driver calls them."""
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    workers: dict[str, Any] = {"critic": critic_on(rank, ParallelLayout(), config)}
+    workers["actor"] = ActorWorker(WorkerContext("actor", rank, ParallelLayout(), config, {}, "train"))
+    workers["actor"].setup()
+    batch, found = batch_of(ROWS), {role: [] for role in workers}
+    batch = batch.union(call(workers["critic"], "values", batch))
+    batch = batch.union(batch.select("advantages").rename("advantages", "returns"))
+    for step in range(1, config.steps + 1):
+        found["critic"].append(call(workers["critic"], "update", batch)["critic/lr"])
+        if step > config.critic.warmup_steps:
+            found["actor"].append(call(workers["actor"], "update", batch)["lr"])
+    return found
+
+
+def test_each_schedule_ends_with_the_run_though_the_actors_begins_after_the_critics_warm_up(model: ModelConfig) -> None:
+    falling = OptimizerConfig(lr=0.01, schedule="linear")
+    config = PPOConfig(
+        model=model,
+        steps=4,
+        actor=ActorConfig(optimizer=falling),
+        critic=CriticConfig(warmup_steps=2, optimizer=falling),
+    )
+    [rates] = run_ranks(rates_on_rank, 1, config)
+    assert rates["actor"] == pytest.approx([0.005, 0.0])
+    assert rates["critic"] == pytest.approx([0.0075, 0.005, 0.0025, 0.0])
+
+
 def reported_on_rank(rank: int, config: PPOConfig) -> tuple[dict[str, Any], str]:
     """One update on a whole batch, and what is said of a batch without returns."""
     worker = critic_on(rank, ParallelLayout(), config)

@@ -20,16 +20,17 @@ LAYOUTS = {"actor": ParallelLayout(tp=2, dp=2), "reference": ParallelLayout(pp=2
 ALONE = {"actor": ParallelLayout(), "reference": ParallelLayout()}
 
 
-def on_rank(rank: int, layouts: dict[str, ParallelLayout], config: RunConfig) -> list[dict[str, Any]]:
-    """What the driver sees of each role: scores, an update, scores again."""
+def on_rank(rank: int, layouts: dict[str, ParallelLayout], config: RunConfig, out: str) -> list[dict[str, Any]]:
+    """What the driver sees of each role: scores, an update, scores again; scores after the reference has taken the
+    actor's weights, and of a reference that goes on from its checkpoint."""
     from hybridflow.workers.actor import ActorWorker
     from hybridflow.workers.base import WorkerContext
     from hybridflow.workers.reference import ReferenceWorker
 
     kinds = {"actor": ActorWorker, "reference": ReferenceWorker}
-    workers = {
-        role: kinds[role](WorkerContext(role, rank, layout, config, {}, "train")) for role, layout in layouts.items()
-    }
+    workers: dict[str, Any] = {}
+    for role, layout in layouts.items():
+        workers[role] = kinds[role](WorkerContext(role, rank, layout, config, workers, "train"))
     for worker in workers.values():
         worker.setup()
     batch = batch_of(ROWS)
@@ -44,7 +45,16 @@ def on_rank(rank: int, layouts: dict[str, ParallelLayout], config: RunConfig) ->
 
     before = scores()
     metrics = call(workers["actor"], "update", batch)
-    return [before, metrics, scores()]
+    after = scores()
+    report = workers["reference"].sync_weights(1)
+    taken = scores()
+    call(workers["actor"], "update", batch)
+    workers["reference"].save(out)
+    resumed = ReferenceWorker(WorkerContext("reference", rank, layouts["reference"], config, {}, "train"))
+    resumed.setup()
+    resumed.load(out)
+    again = call(resumed, "log_probs", batch).flat("ref_log_probs")
+    return [before, metrics, after, taken, {"ref_log_probs": again, "report": report}]
 
 
 def test_roles_in_layouts_of_their_own_answer_as_on_one_rank(tmp_path):
@@ -59,13 +69,20 @@ def test_roles_in_layouts_of_their_own_answer_as_on_one_rank(tmp_path):
             loss=LossConfig(entropy_coef=0.01, kl_coef=0.1),
         ),
     )
-    [(before, metrics, after)] = run_ranks(on_rank, 1, ALONE, config)
+    out = str(tmp_path / "reference")
+    [(before, metrics, after, _, alone)] = run_ranks(on_rank, 1, ALONE, config, f"{out}1")
+    assert alone["report"]["sync/bytes_received"] == 0
     assert metrics.keys() >= {"loss", "kl", "entropy", "clip_fraction", "grad_norm"}
     assert (after["log_probs"] - before["log_probs"]).abs().max() > 0.1, "the update must show"
-    for found in run_ranks(on_rank, 4, LAYOUTS, config):
+    for found in run_ranks(on_rank, 4, LAYOUTS, config, f"{out}4"):
         assert found[1] == pytest.approx(metrics, rel=1e-4, abs=1e-6)
         for scores, expected in ((found[0], before), (found[2], after)):
             for name, values in expected.items():
                 assert len(values) == len(before["log_probs"])
                 torch.testing.assert_close(scores[name], values, rtol=0, atol=1e-4, msg=name)
         assert torch.equal(found[0]["ref_log_probs"], found[2]["ref_log_probs"])
+        taken, resumed = found[3], found[4]
+        assert resumed["report"]["sync/bytes_received"] > 0 and resumed["report"]["sync/slices_checked"] > 10
+        torch.testing.assert_close(taken["ref_log_probs"], taken["log_probs"], rtol=0, atol=1e-5)
+        assert (taken["ref_log_probs"] - before["ref_log_probs"]).abs().max() > 0.1
+        assert torch.equal(resumed["ref_log_probs"], taken["ref_log_probs"])

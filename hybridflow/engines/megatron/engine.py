@@ -4,7 +4,7 @@ Where it stands: workers hold one engine each; it is the only thing they know of
 engine's own layout, so engines of several roles live in one process.
 
 Invariants: an update's result depends neither on the layout nor on how rows were cut into micro-batches; an engine
-without an optimizer never changes its weights.
+without an optimizer never changes its weights itself.
 """
 
 from __future__ import annotations
@@ -141,6 +141,11 @@ class MegatronEngine:
             for prefix, module in self.modules.items()
             for name, parameter in module.named_parameters()
         }
+
+    def weights_changed(self, version: int) -> None:
+        """Somebody has written into :meth:`parameters`; of a model without an optimizer, whose state would not fit."""
+        assert self.optimizer is None
+        self.changes += 1
 
     @property
     def answers(self) -> bool:
