@@ -213,3 +213,12 @@ def test_rewards_of_steps_need_their_end(checked: Callable[..., Plan], refused: 
     message = refused("algorithm.estimator=grpo_stepwise")
     assert message.endswith("pass_at_k. For rewards of single steps set reward.step_end.")
     checked("algorithm.estimator=grpo_stepwise", "reward.step_end='. '")
+
+
+def test_a_reference_that_follows_has_to_be_placed(checked: Callable[..., Plan], refused: Callable[..., str]) -> None:
+    assert refused("reference.update_every=5") == (
+        "reference.update_every=5: roles.reference is not placed. Use placement=colocate_reference, or set it to 0."
+    )
+    placed = ["placement=colocate_reference", "actor.loss.kl_coef=0.1"]
+    assert checked("reference.update_every=5", *placed).warnings == ()
+    assert "reference.update_every=-1: has to be at least 0." in refused("reference.update_every=-1", *placed)

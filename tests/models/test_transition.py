@@ -3,7 +3,7 @@
 import pytest
 
 from hybridflow.errors import ConfigError
-from hybridflow.models.transition import between_pools, generation_tables, to_generation, training_tables
+from hybridflow.models.transition import between_pools, generation_tables, to_generation, to_training, training_tables
 from hybridflow.resharding.layout import ParallelLayout
 from hybridflow.resharding.plan import plan_rank
 from tests.models.oracle import make_spec
@@ -70,6 +70,23 @@ def test_two_pools_are_one_space_of_ranks():
     assert {plan.group for plan in plans} == {(0, 1, 2, 3, 4)}
     assert [peers(plan) for plan in plans] == [{2, 3, 4}, {2, 3, 4}, {0, 1}, {0, 1}, {0, 1}]
     assert not any(plan.copies or plan.coinciding for plan in plans)
+
+
+def test_a_model_in_the_same_layout_is_filled_without_an_exchange_and_in_others_within_the_smallest_blocks():
+    same, split, staged = ParallelLayout(tp=2, dp=4), ParallelLayout(tp=4, dp=2), ParallelLayout(pp=2, dp=4)
+    assert to_training(SPEC, same, same, 3).groups == [[rank] for rank in range(8)]
+    assert not to_training(SPEC, same, same, 3).plan(3, BUCKET).rounds
+    for target in (split, ParallelLayout(tp=2, pp=2, dp=2)):
+        # What the halves hold has to meet in a block of 4, whole replicas of both.
+        found = to_training(SPEC, staged, target, 5)
+        assert found.groups == [[0, 1, 2, 3], [4, 5, 6, 7]] and found.plan(5, BUCKET).group == (4, 5, 6, 7)
+    # Every rank of the whole model fills any part of it alone.
+    assert to_training(SPEC, ParallelLayout(dp=8), split, 0).groups == [[rank] for rank in range(8)]
+
+
+def test_a_pool_may_train_what_another_pool_trains():
+    plans = [between_pools(SPEC, ParallelLayout(tp=2), ParallelLayout(pp=2)).plan(rank, BUCKET) for rank in range(4)]
+    assert [peers(plan) for plan in plans] == [{2, 3}, {2, 3}, {0, 1}, {0, 1}]
 
 
 def test_several_generation_stages_are_refused():
