@@ -25,6 +25,7 @@ STEP_NAMES = (
     "update_critic",
     "update_actor",
     "sync_weights",
+    "update_reference",
     "evaluate",
     "save",
 )

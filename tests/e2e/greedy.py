@@ -15,6 +15,7 @@ def main(config: GRPOConfig) -> None:
             batch = run.rollout.generate(prompts.repeat(config.rollout.n))
             batch = batch.union(run.reward.score(batch))
             batch = batch.union(run.actor.log_probs(batch))
+            batch = batch.union(run.reference.log_probs(batch))
             batch = batch.union(compute_advantages(batch, config))
             run.finish_step(run.actor.update(batch), batch)
         held_out = run.source.held_out()[: config.evaluate.size]

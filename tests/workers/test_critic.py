@@ -18,7 +18,9 @@ from tests.workers.test_actor import batch_of, call
 pytestmark = pytest.mark.distributed
 
 ROWS = 7
-CRITIC = CriticConfig(clip=0.2, optimizer=OptimizerConfig(lr=0.01, eps=1e-3))
+# AdamW makes steps of lr * g / (|g| + eps), so it magnifies roundings of small gradients by lr / eps: by 10, and values
+# after twelve updates are 2.2e-5 apart on two tensor-parallel ranks; by 1 as here, and they are 4e-6 apart.
+CRITIC = CriticConfig(clip=0.2, optimizer=OptimizerConfig(lr=0.1, eps=0.1))
 
 
 def config_of(model: ModelConfig, micro: int = 8, memory: MemoryConfig | None = None, path: str = "") -> PPOConfig:
@@ -72,9 +74,9 @@ def test_values_and_updates_do_not_depend_on_layout_and_micro_batches(model: Mod
     ]
     for answers in run_ranks(layouts_on_rank, 2, runs):
         for run, found in zip(runs, answers, strict=True):
-            apart = (found["last"] - whole["last"]).abs().max().item()  # roundings of twelve updates
-            assert apart < 2e-4, (run[0], apart)
-            assert found["metrics"] == pytest.approx(metrics, rel=1e-3, abs=1e-4), run[0]
+            apart = (found["last"] - whole["last"]).abs().max().item()
+            assert apart < 2e-5, (run[0], apart)
+            assert found["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5), run[0]
 
 
 def rates_on_rank(rank: int, config: PPOConfig) -> dict[str, list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.distributed
 
 TOKENS, SEQUENCES = SCORING
 VALUE_CLIP = 0.2
+# With AdamW's usual 1e-8 a gradient that is nothing but a rounding becomes a whole step, and values differ by up to 1e-4.
+EPS = 1e-4
 # A language model whose head is new, and classifiers that bring theirs.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "new head": ("qwen3", "", {"tie_word_embeddings": True}),
@@ -74,7 +77,7 @@ def train_oracle(folder: str, kind: str) -> Trained:
     if not kind:
         torch.nn.init.zeros_(model.score.weight)
         torch.nn.init.zeros_(model.score.bias)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     prompts, responses, masks = rows()
     old, returns = targets(responses)
     tokens = sum(float(m.sum()) for m in masks)
@@ -127,11 +130,11 @@ def train_on_rank(rank: int, folders: dict[str, str], cases: list[tuple[str, Cas
     found = []
     for number, (name, case) in enumerate(cases):
         case = Case(**{**vars(case), "options": {**case.options, "scoring": MODELS[name][1] or TOKENS}})
-        engine = build(folders[name], case, settings(case))
+        engine = build(folders[name], case, replace(settings(case), eps=EPS))
         found.append(train(engine, case))
         folder = f"{out}/{number}"
         checkpoint.save(engine, folder, ModelConfig(path=folders[name]))
-        again = build(f"{folder}/model", case, settings(case))
+        again = build(f"{folder}/model", case, replace(settings(case), eps=EPS))
         checkpoint.load(again, folder)
         scored, expected = score(again, case), found[-1].log_probs
         assert scored is None or (expected is not None and torch.equal(scored, expected))
@@ -157,8 +160,7 @@ def test_values_and_updates_equal_transformers_and_what_is_saved_is_the_model(fo
     for answer in run_ranks(train_on_rank, world, folders, CASES[world], str(tmp_path)):
         for (name, case), found in zip(CASES[world], answer, strict=True):
             apart = differences(found, expected[name])
-            # Values are not normalised as log-probabilities are, and Adam makes whole steps of roundings near 0.
-            apart["values"] = apart.pop("log_probs", 0.0) / 10
+            print("APART", name, case.layout, {k: f"{v:.1e}" for k, v in apart.items()})
             assert max(apart.values()) < 1e-5, (name, case, apart)
     # The new head is exported as a class of transformers, which says the same of every token.
     saved = tmp_path / "0" / "model"
