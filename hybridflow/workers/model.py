@@ -77,8 +77,12 @@ class ModelWorker(Worker):
             if kind in moves:
                 name, slot, tensors = moves[kind]
                 kept = kind != "gradients"
-                part = offload.Offload(partial(tensors, self.engine), kept=kept, frozen=frozen, folder=memory.folder)
+                version = self._changes if frozen else None
+                part = offload.Offload(partial(tensors, self.engine), kept=kept, version=version, folder=memory.folder)
                 self.context.phases.add(Part(f"{role}.{name}", slot, part.release, part.restore))
+
+    def _changes(self) -> int:
+        return self.engine.changes
 
     def cut(self, batch: DataProto, mask: str | None, rows: Sequence[int] | None = None) -> list[MicroBatch]:
         """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.

@@ -29,7 +29,8 @@ class Offload:
     Args:
         tensors: called at each release, since optimizer state appears with the first update.
         kept: whether the contents come back; else they are undefined.
-        frozen: the contents never change, so what was written once serves every release.
+        version: of contents that seldom change, such as a frozen model's: what was written serves every release until
+            the number it returns is another one. None writes at each.
         folder: where files of a CPU go; "" is the system's folder for temporary files.
     """
 
@@ -38,15 +39,19 @@ class Offload:
         tensors: Callable[[], Iterable[torch.Tensor]],
         *,
         kept: bool,
-        frozen: bool = False,
+        version: Callable[[], int] | None = None,
         folder: str = "",
     ) -> None:
-        self._tensors, self._kept, self._frozen, self._folder = tensors, kept, frozen, folder
+        self._tensors, self._kept, self._version, self._folder = tensors, kept, version, folder
+        self._written: int | None = None  # version of what lies in the places
         self._away: list[tuple[torch.UntypedStorage, int, Any]] = []
         self._places: dict[int, Any] = {}  # pinned memory, or where in the file
         self._file: IO[bytes] | None = None
 
     def release(self) -> None:
+        if self._version is not None and not self._away and self._written != self._version():
+            self._close()
+            self._written = self._version()
         for storage in storages(self._tensors()):
             size = storage.nbytes()
             place = self._save(storage) if self._kept else None
@@ -60,14 +65,18 @@ class Offload:
             if self._kept:
                 self._load(storage, place)
             self._away.pop()
-        if self._file is not None and not self._frozen:
+        if self._version is None and self._file is not None:
+            self._close()
+
+    def _close(self) -> None:
+        """Forget what was written."""
+        if self._file is not None:
             self._file.close()
-            self._file = None
-            self._places = {}
+        self._file, self._places = None, {}
 
     def _save(self, storage: torch.UntypedStorage) -> Any:
         content, place = _bytes(storage), self._places.get(storage._cdata)
-        if self._frozen and place is not None:
+        if self._version is not None and place is not None:
             return place
         if current().is_cuda:
             # Pinning takes longer than copying, so the memory is kept for the next time.

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.distributed
 
 TOKENS, SEQUENCES = SCORING
 VALUE_CLIP = 0.2
-# With AdamW's usual 1e-8 a gradient that is nothing but a rounding becomes a whole step, and values differ by up to 1e-4.
+# With AdamW's usual 1e-8 a gradient that is nothing but a rounding becomes a whole step: values differ by up to 1e-4.
 EPS = 1e-4
 # A language model whose head is new, and classifiers that bring theirs.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
