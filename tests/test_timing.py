@@ -64,7 +64,7 @@ def test_a_timer_inside_a_timer_is_refused() -> None:
 
 
 def test_the_names_are_those_of_a_step() -> None:
-    assert len(set(STEP_NAMES)) == len(STEP_NAMES) == 13
+    assert len(set(STEP_NAMES)) == len(STEP_NAMES) == 14
 
 
 def test_each_use_leaves_a_span_on_the_given_clock() -> None:

@@ -173,7 +173,7 @@ class Run:
         if reason := mismatch_above(self.config.tracking.mismatch_stop, "tracking.mismatch_stop", found):
             self.stop(reason)
         # First, while devices that take turns still hold the models in training; a checkpoint holds what comes of it.
-        if self.reference and self._due(self._update_reference_every):
+        if self._due(self._update_reference_every) and self.reference:
             with self.timer("update_reference"):
                 self.update_reference()
             found["reference/version"] = float(self.step)
