@@ -57,7 +57,8 @@ def safe_advantages(batch: DataProto, config: SafeRLHFConfig, multiplier: float)
         **of_rewards.meta_info.get("metrics", {}),
         "safety/multiplier": multiplier,
         "cost/mean": costs.nanmean().item(),
-        "cost/violations": (costs > config.safety.cost_limit).double().mean().item(),
+        # Not in float64: a cost of 0.2 is 0.200000003 there, and above a limit of 0.2.
+        "cost/violations": (batch["costs"] > config.safety.cost_limit).double().mean().item(),
     }
     kept = of_rewards.select([key for key in of_rewards.keys() if key != "advantages"])  # noqa: SIM118
     return kept.union(

@@ -260,8 +260,9 @@ def safe(start: Callable[..., Driver], overrides: list[str], reward_model: Finis
     """The reward model scores, on the devices; what answers cost are their even characters, and too much at first."""
     model = reward_model.run_dir / "model"
     given = [f"reward.path={model}", f"critic.path={model}", "roles.reward.pool=train", "reward.solved_at=0"]
-    costs = [f"cost.function={REWARD}:even", "cost.options={}", "safety.cost_limit=0.2", "safety.multiplier=3"]
-    learning = [*LEARNING, "critic.optimizer.lr=2e-3", "actor.mini_batch_size=8", "rollout.n=4", "checkpoint.every=1"]
+    costs = [f"cost.function={REWARD}:even", "cost.options={}", "safety.cost_limit=0.1", "safety.multiplier=4"]
+    learning = [*LEARNING, "critic.optimizer.lr=2e-3", "actor.optimizer.lr=4e-3", "actor.mini_batch_size=16"]
+    learning += ["data.prompts_per_step=8", "rollout.n=4", "checkpoint.every=1"]
     return to_its_end(start(SAFE_RLHF, overrides, *given, *costs, *learning, "name=safe", "steps=12"))
 
 

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.distributed
 
 TOKENS, SEQUENCES = SCORING
 VALUE_CLIP = 0.2
-# With AdamW's usual 1e-8 a gradient that is nothing but a rounding becomes a whole step: values differ by up to 1e-4.
+# With AdamW's usual 1e-8 a gradient that is nothing but a rounding becomes a whole step, and values of two ranks are more
+# than 1e-5 from the oracle's; so they are a tenth of it.
 EPS = 1e-4
 # A language model whose head is new, and classifiers that bring theirs.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -160,7 +161,6 @@ def test_values_and_updates_equal_transformers_and_what_is_saved_is_the_model(fo
     for answer in run_ranks(train_on_rank, world, folders, CASES[world], str(tmp_path)):
         for (name, case), found in zip(CASES[world], answer, strict=True):
             apart = differences(found, expected[name])
-            print("APART", name, case.layout, {k: f"{v:.1e}" for k, v in apart.items()})
             assert max(apart.values()) < 1e-5, (name, case, apart)
     # The new head is exported as a class of transformers, which says the same of every token.
     saved = tmp_path / "0" / "model"
