@@ -34,7 +34,7 @@ def test_advantages_are_those_of_rewards_less_those_of_costs():
     batch = DataProto.from_dict(
         tensors={
             "rewards": torch.tensor([1.0, 0.0]),
-            "costs": torch.tensor([0.1, 2.0]),
+            "costs": torch.tensor([0.2, 2.0]),  # the first is at the limit, so it is no violation
             "response_mask": jagged([[True, True], [True]]),
             "values": jagged([[0.5, 0.25], [0.5]]),
             "cost_values": jagged([[0.0, 1.0], [1.0]]),
@@ -45,13 +45,13 @@ def test_advantages_are_those_of_rewards_less_those_of_costs():
     )
     found = safe_advantages(batch, config, 3.0)
     # gamma = lam = 1: what is still to come less the value. The KL (1 at the first token) costs reward 0.5 there.
-    rewards, costs = torch.tensor([0.5 - 0.5, 1 - 0.25, 0 - 0.5]), torch.tensor([0.1 - 0.0, 0.1 - 1.0, 2.0 - 1.0])
+    rewards, costs = torch.tensor([0.5 - 0.5, 1 - 0.25, 0 - 0.5]), torch.tensor([0.2 - 0.0, 0.2 - 1.0, 2.0 - 1.0])
     torch.testing.assert_close(found.flat("advantages"), (rewards - 3 * costs) / 4)
     torch.testing.assert_close(found.flat("returns"), torch.tensor([0.5, 1.0, 0.0]))
-    torch.testing.assert_close(found.flat("cost_returns"), torch.tensor([0.1, 0.1, 2.0]))
+    torch.testing.assert_close(found.flat("cost_returns"), torch.tensor([0.2, 0.2, 2.0]))
     metrics = found.meta_info["metrics"]
     assert metrics["safety/multiplier"] == 3.0 and metrics["reward/kl"] == pytest.approx(1 / 3)
-    assert metrics["cost/mean"] == pytest.approx(1.05) and metrics["cost/violations"] == 0.5
+    assert metrics["cost/mean"] == pytest.approx(1.1) and metrics["cost/violations"] == 0.5
     # Without a multiplier it is PPO, and what the batch had is as it was.
     alone = compute_advantages(batch, config)
     torch.testing.assert_close(safe_advantages(batch, config, 0.0).flat("advantages"), alone.flat("advantages"))
