@@ -76,6 +76,8 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
 
     at = GENERATION.coordinates(rank)
     torch.rand(rank)  # ranks of a replica draw the same, whatever each has drawn for itself before
+    half_way = [Request(prompt, 90 + i, 60) for i, prompt in enumerate(prompts)]
+    rollout.begin(half_way, SAMPLING)
     found = answer(rollout, tasks(prompts)[at.dp])
 
     # Rank 3 has another seed than rank 1; replica 0 is not asked and does not notice.
@@ -85,6 +87,7 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
         parameter.mul_(1.5)
     sync.run(8)
     versions = {c.weight_version for c in answer(rollout, [(prompts[:2], 2)])[0]}
+    finished = rollout.generate(half_way, SAMPLING)
     # Of vocabularies the rows from 72 on are padding on the second half of the ranks, which no sync writes.
     grown = all(torch.allclose(p[:72], 1.5 * weights[n][:72]) for n, p in rollout.parameters().items())
 
@@ -102,6 +105,7 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
         "refused": refused,
         "versions": versions,
         "grown": grown,
+        "half_way": finished,
     }
 
 
@@ -231,3 +235,16 @@ def test_rollout_and_trainer_agree_on_log_probs_before_and_after_updates(tmp_pat
         found = [answer[number] for answer in answers if answer[number]]
         assert len(found) == 2 // pair.training.layout.get("pp", 1)
         assert all(len(apart) == 2 and max(apart) < 1e-5 for apart in found), (name, pair, found)
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_replica_go_on_half_way_together(ranks, folder, prompts, reference_log_probs):
+    assert ranks[0]["half_way"] == ranks[2]["half_way"] and ranks[1]["half_way"] == ranks[3]["half_way"]
+    for found in ranks[:2]:
+        assert any(set(completion.token_versions) == {0, 8} for completion in found["half_way"])
+        for prompt, completion in zip(prompts, found["half_way"], strict=True):
+            expected = reference_log_probs(folder, prompt, completion.token_ids, temperature=0.9)
+            away = (torch.tensor(completion.log_probs) - expected).abs()
+            before = torch.tensor(completion.token_versions) == 0
+            assert not before.any() or away[before].max() < 1e-4
+            assert before.all() or away[~before].max() > 1e-3, "of the weights after the second sync"
