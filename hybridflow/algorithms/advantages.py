@@ -28,7 +28,7 @@ import torch
 
 from hybridflow.algorithms.distill import distill, hybrid
 from hybridflow.algorithms.evaluation import pass_at_k as unbiased_pass_at_k
-from hybridflow.algorithms.masked import GroupScores, check_batch, check_rows, whitened
+from hybridflow.algorithms.masked import GroupScores, check_batch, check_labels, check_rows, whitened
 from hybridflow.errors import DataError
 
 Estimate = tuple[torch.Tensor, torch.Tensor]
@@ -183,6 +183,7 @@ def grpo_stepwise(
     """
     check_batch(mask, step_ids=step_ids)
     check_rows(mask, groups=groups)
+    check_labels(groups=groups, step_ids=step_ids)
     if step_scores.dim() != 2 or len(step_scores) != len(mask):
         raise DataError(f"step_scores {list(step_scores.shape)}: give [B, S] for the {len(mask)} rows of the mask.")
     num_steps = step_scores.shape[1]

@@ -49,7 +49,7 @@ class Correction:
 
 
 def log_ratios(
-    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, level: str
+    log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor, level: str, setting: str = "level"
 ) -> torch.Tensor:
     """log(pi_train / pi_rollout) at a level, clamped to +-20: [B, T] for ``token``, else [B], one a sequence."""
     new, behaviour = clean(mask, log_probs=log_probs.detach(), rollout_log_probs=rollout_log_probs.detach())
@@ -59,7 +59,7 @@ def log_ratios(
     elif level == "geometric":
         difference = row_mean(difference, mask)
     elif level != "token":
-        raise ConfigError(f"algorithm.correction: level {level!r} is not known.{nearest(level, LEVELS[1:])}")
+        raise ConfigError(f"algorithm.correction.{setting}={level!r} is not known.{nearest(level, LEVELS[1:])}")
     return difference.clamp(-20.0, 20.0)
 
 
@@ -110,7 +110,7 @@ def rejected(
 ) -> torch.Tensor:
     """[B] bool: the sequence's ratio train / rollout (``token``: that of any token) is outside of [low, high]."""
     _check_bounds("algorithm.correction.reject", low, high)
-    ratio = log_ratios(log_probs, rollout_log_probs, mask, level).exp()
+    ratio = log_ratios(log_probs, rollout_log_probs, mask, level, "reject").exp()
     outside = (ratio < low) | (ratio > high)
     return (outside & mask).any(dim=1) if level == "token" else outside & mask.any(dim=1)
 

@@ -54,7 +54,7 @@ def hybrid(
             f"grpo_advantages {list(grpo_advantages.shape)}, opd_advantages {list(opd_advantages.shape)}, accepted "
             f"{list(accepted.shape)}: give [B, T], [B, T] and [B]."
         )
-    if clip < 0:
+    if not clip >= 0:
         raise DataError(f"clip={clip}: advantages are clipped to [-clip, clip], so it is at least 0.")
     weight = lambda_opd * accepted.float()[:, None]
     scaled = lambda_rl * grpo_advantages

@@ -23,7 +23,7 @@ import torch
 
 from hybridflow.algorithms.masked import clean
 from hybridflow.config import AlgorithmConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.importing import named
 
 Estimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,12 +72,21 @@ def kl(
 
     Raises:
         ConfigError: names ``setting`` and lists the known kinds.
+        DataError: names both shapes where they differ.
     """
+    _check_shapes(log_probs=log_probs, ref_log_probs=ref_log_probs)
     return named(kind, KINDS, setting)(log_probs, ref_log_probs)
+
+
+def _check_shapes(**tensors: torch.Tensor) -> None:
+    (name, x), (ref_name, ref) = tensors.items()
+    if x.shape != ref.shape:
+        raise DataError(f"{name} is {list(x.shape)}, {ref_name} {list(ref.shape)}: give both for the same tokens.")
 
 
 def full(logits: torch.Tensor, ref_logits: torch.Tensor) -> torch.Tensor:
     """The exact KL(p || q) = sum_v p_v (log p_v - log q_v) where whole logits [..., V] are at hand; [...]."""
+    _check_shapes(logits=logits, ref_logits=ref_logits)
     log_p, log_q = logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridflow.algorithms.masked import clean, row_mean
+from hybridflow.algorithms.masked import check_tokens, clean, row_mean
 from hybridflow.config import LossConfig
 from hybridflow.errors import ConfigError
 from hybridflow.importing import named, parameters_of
@@ -143,6 +143,7 @@ def clip_cov(
     PPO's loss, with no gradient from the tokens of ``high_covariance`` [B, T] bool: see :func:`select_clip_cov`.
     """
     new, old, a = clean(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    check_tokens(mask, high_covariance=high_covariance)
     log_ratio = _log_ratio(new, old)
     loss, clipped = _surrogate(log_ratio, a, config)
     return torch.where(high_covariance & mask, 0.0, loss), _metrics(log_ratio, clipped | high_covariance, mask)
@@ -162,6 +163,7 @@ def kl_cov(
     :func:`select_kl_cov`. The absolute log-ratio is the KL estimate of the authors' code.
     """
     new, old, a = clean(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    check_tokens(mask, high_covariance=high_covariance)
     log_ratio = _log_ratio(new, old)
     chosen = high_covariance & mask
     loss = -a * log_ratio.exp() + torch.where(chosen, config.cov_kl_coef * log_ratio.abs(), 0.0)
@@ -308,7 +310,7 @@ def value_loss(
         values: [B, T] of the critic in training; ``old_values`` those that the returns were made with.
         clip: largest change per update that still lowers the loss; 0 turns clipping off.
     """
-    if clip < 0:
+    if not clip >= 0:
         raise ConfigError(f"clip={clip}: the value clip has to be above 0, or 0 for none.")
     v, old, target = clean(mask, values=values, old_values=old_values, returns=returns)
     plain = (v - target).square()

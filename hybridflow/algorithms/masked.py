@@ -45,6 +45,17 @@ def check_rows(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
             )
 
 
+def check_labels(**tensors: torch.Tensor) -> None:
+    """Check tensors of labels, which are integers.
+
+    Raises:
+        DataError: names the tensor and its dtype.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise DataError(f"{name} are {tensor.dtype}: give integers, such as {name}.long().")
+
+
 def check_batch(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
     """As :func:`check_tokens`, for a whole batch, of which at least one token has to count."""
     check_tokens(mask, **tensors)
@@ -109,8 +120,7 @@ class GroupScores:
         """Args: scores [B] float, groups [B] integer labels (rows with the same label answer the same prompt)."""
         if scores.dim() != 1 or scores.shape != groups.shape:
             raise DataError(f"scores {list(scores.shape)} and groups {list(groups.shape)}: both are [B], one a row.")
-        if groups.is_floating_point():
-            raise DataError(f"groups are {groups.dtype}: give integer labels [B], equal for answers to one prompt.")
+        check_labels(groups=groups)
         valid = scores.isfinite()
         value = torch.where(valid, scores, 0.0).double()
         labels, index = torch.unique(groups, return_inverse=True)

@@ -29,7 +29,8 @@ def bradley_terry(
     Returns:
         The loss [N], and sums over pairs of ``accuracy`` (the chosen one scores higher) and ``score_gap``.
     """
-    _check_pairs(chosen=chosen, rejected=rejected)
+    margins = {"margin": margin} if isinstance(margin, torch.Tensor) and margin.dim() else {}
+    _check_pairs(chosen=chosen, rejected=rejected, **margins)
     gap = chosen - rejected
     return -F.logsigmoid(gap - margin), {"accuracy": (gap > 0).sum(), "score_gap": gap.detach().sum()}
 

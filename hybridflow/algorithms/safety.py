@@ -17,7 +17,9 @@ from hybridflow.protocol.data import DataProto
 
 
 def next_multiplier(multiplier: float, costs: torch.Tensor, config: SafetyConfig) -> float:
-    """One step up the dual: log m += lr * m * (mean cost - limit), at most ``max_multiplier``.
+    """One step up the dual: log m += lr * m * (mean cost - limit), m at most ``max_multiplier``.
+
+    A step changes log m by at most 20.
 
     Source: arXiv 2310.12773, the update of lambda in log space of the authors' code.
 
@@ -27,7 +29,9 @@ def next_multiplier(multiplier: float, costs: torch.Tensor, config: SafetyConfig
     """
     known = costs.double()[costs.isfinite()]
     excess = known.mean().item() - config.cost_limit if len(known) else 0.0
-    return min(config.max_multiplier, multiplier * math.exp(config.multiplier_lr * multiplier * excess))
+    # Costs of any scale: exp of more than 709 raises, and exp of less than -745 is 0, which no later step changes.
+    exponent = min(20.0, max(-20.0, config.multiplier_lr * multiplier * excess))
+    return min(config.max_multiplier, multiplier * math.exp(exponent))
 
 
 def safe_advantages(batch: DataProto, config: SafeRLHFConfig, multiplier: float) -> DataProto:
@@ -43,7 +47,7 @@ def safe_advantages(batch: DataProto, config: SafeRLHFConfig, multiplier: float)
     Returns:
         Jagged ``advantages``, ``returns`` and ``cost_returns``, and what else the reward's part has;
         ``meta_info["metrics"]`` also has ``safety/multiplier``, ``cost/mean`` and ``cost/violations``, the share of
-        answers whose cost is above the limit.
+        answers whose cost is above the limit; both of the costs that did not fail, NaN where all did.
     """
     of_rewards = compute_advantages(batch, config)
     algorithm = replace(config.algorithm, kl_coef=0.0, overlong_buffer=0)
@@ -52,13 +56,13 @@ def safe_advantages(batch: DataProto, config: SafeRLHFConfig, multiplier: float)
     of_costs = compute_advantages(rest.union(as_rewards), replace(config, algorithm=algorithm))
     mixed = (of_rewards.flat("advantages") - multiplier * of_costs.flat("advantages")) / (1 + multiplier)
     advantages = DataProto.jagged(mixed.split(of_rewards.lengths("advantages").tolist()))
-    costs = batch["costs"].double()
+    known = batch["costs"][batch["costs"].isfinite()]
     metrics = {
         **of_rewards.meta_info.get("metrics", {}),
         "safety/multiplier": multiplier,
-        "cost/mean": costs.nanmean().item(),
+        "cost/mean": known.double().mean().item(),
         # Not in float64: a cost of 0.2 is 0.200000003 there, and above a limit of 0.2.
-        "cost/violations": (batch["costs"] > config.safety.cost_limit).double().mean().item(),
+        "cost/violations": (known > config.safety.cost_limit).double().mean().item(),
     }
     kept = of_rewards.select([key for key in of_rewards.keys() if key != "advantages"])  # noqa: SIM118
     return kept.union(

@@ -319,8 +319,11 @@ def test_mismatched_shapes_are_refused_with_both(name):
 
 def test_other_bad_inputs_name_the_rule():
     given = inputs()
-    with pytest.raises(DataError, match="groups are torch.float32: give integer labels"):
+    with pytest.raises(DataError, match="groups are torch.float32: give integers, such as groups.long"):
         run("grpo", {**given, "groups": given["groups"].float()})
+    for key in ("groups", "step_ids"):
+        with pytest.raises(DataError, match=f"{key} are torch.float32: give integers"):
+            run("grpo_stepwise", {**given, key: given[key].float()})
     with pytest.raises(DataError, match="k=0: draw at least 1 answer"):
         run("pass_at_k", {**given, "k": 0})  # type: ignore[dict-item]
     with pytest.raises(DataError, match=r"scores hold 0.5: pass@k needs 0 \(wrong\) and 1 \(right\)"):

@@ -137,8 +137,10 @@ def test_bad_input_is_refused():
         weights(level="token", low=2.0, high=1.0)
     with pytest.raises(ConfigError, match=r"bound='truncat' is not known. Did you mean 'truncate'\?"):
         weights(level="token", bound="truncat")
-    with pytest.raises(ConfigError, match=r"level 'tokens' is not known. Did you mean 'token'\?"):
+    with pytest.raises(ConfigError, match=r"correction.level='tokens' is not known. Did you mean 'token'\?"):
         weights(level="tokens")
+    with pytest.raises(ConfigError, match=r"correction.reject='tokens' is not known. Did you mean 'token'\?"):
+        weights(reject="tokens")
     with pytest.raises(DataError, match=r"rollout_log_probs is \[3, 2\] for a mask \[3, 3\]"):
         correct(TRAIN, ROLLOUT[:, :2], MASK, CorrectionConfig(level="token"))
     with pytest.raises(DataError, match="is False everywhere"):

@@ -99,8 +99,9 @@ def test_mismatched_shapes_are_refused():
     x = torch.zeros(1, 2)
     with pytest.raises(DataError, match=r"accepted \[2\]: give \[B, T\], \[B, T\] and \[B\]"):
         hybrid(x, x, torch.ones(2, dtype=torch.bool))
-    with pytest.raises(DataError, match="clip=-1"):
-        hybrid(x, x, torch.ones(1, dtype=torch.bool), clip=-1)
+    for clip in (-1.0, torch.nan):
+        with pytest.raises(DataError, match=f"clip={clip}"):
+            hybrid(x, x, torch.ones(1, dtype=torch.bool), clip=clip)
     with pytest.raises(DataError, match=r"teacher_log_probs \[1, 2\]: give \[B, T, K\] for a mask \[1, 2\]"):
         topk_reverse_kl(x[..., None], x, torch.ones(1, 2, dtype=torch.bool))
 

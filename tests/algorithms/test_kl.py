@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.algorithms.kl import KINDS, AdaptiveKL, FixedKL, controller_of, full, kl, penalised
 from hybridflow.config import AlgorithmConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
 
 LN2 = math.log(2.0)
 NAN = float("nan")
@@ -101,6 +101,15 @@ def test_unknown_kinds_list_the_known_ones_and_name_the_setting():
         kl(one(0.0), one(0.0), "k4")
     with pytest.raises(ConfigError, match=r"algorithm.kl_kind='k4'"):
         penalised(one(0.0), one(0.0), one(0.0), torch.tensor([[True]]), 0.1, "k4")
+
+
+def test_mismatched_shapes_are_refused_with_both():
+    with pytest.raises(
+        DataError, match=r"log_probs is \[2, 3\], ref_log_probs \[2, 1\]: give both for the same tokens"
+    ):
+        kl(torch.zeros(2, 3), torch.zeros(2, 1), "k1")
+    with pytest.raises(DataError, match=r"logits is \[2, 5\], ref_logits \[5\]"):
+        full(torch.zeros(2, 5), torch.zeros(5))
 
 
 def test_settings_choose_the_controller():

@@ -364,9 +364,17 @@ def test_a_negative_clip_is_refused(name):
         loss_of(name, one(0.0), one(0.0), one(1.0), YES, clip_low=-0.1)
 
 
-def test_a_negative_value_clip_is_refused():
-    with pytest.raises(ConfigError, match="clip=-1: the value clip"):
-        value_loss(one(0.0), one(0.0), one(0.0), YES, clip=-1)
+@pytest.mark.parametrize("clip", [-1, math.nan])
+def test_a_value_clip_that_bounds_nothing_is_refused(clip):
+    with pytest.raises(ConfigError, match=f"clip={clip}: the value clip"):
+        value_loss(one(0.0), one(0.0), one(0.0), YES, clip=clip)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_of_high_covariance_are_given_one_by_one(name):
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(DataError, match=r"high_covariance is \[2, 1\] for a mask \[2, 3\]"):
+        LOSSES[name].function(x, x, x, mask, LossConfig(), mask[:, :1])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -134,6 +134,8 @@ def test_bad_input_is_refused():
     one = torch.zeros(1)
     with pytest.raises(DataError, match=r"chosen \[1\], rejected \[2\]: give \[N\] each"):
         bradley_terry(one, torch.zeros(2))
+    with pytest.raises(DataError, match=r"margin \[1, 1\]: give \[N\] each"):
+        bradley_terry(one, one, margin=torch.zeros(1, 1))
     with pytest.raises(ConfigError, match="beta=0, label_smoothing=0.0: beta is above 0"):
         dpo(one, one, one, one, beta=0)
     with pytest.raises(ConfigError, match="label_smoothing=0.5"):

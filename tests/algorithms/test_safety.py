@@ -24,6 +24,11 @@ def test_the_multiplier_follows_the_excess_of_the_mean_cost():
     assert next_multiplier(2.0, torch.tensor([torch.nan]), SAFETY) == 2.0
 
 
+def test_costs_of_any_scale_move_the_multiplier():
+    assert next_multiplier(1.0, torch.tensor([1e6]), SAFETY) == 3.0
+    assert next_multiplier(1.0, torch.tensor([-1e6]), SAFETY) == pytest.approx(math.exp(-20))
+
+
 def jagged(rows: list[list[float]]) -> torch.Tensor:
     return DataProto.jagged([torch.tensor(row) for row in rows])
 
@@ -56,6 +61,21 @@ def test_advantages_are_those_of_rewards_less_those_of_costs():
     alone = compute_advantages(batch, config)
     torch.testing.assert_close(safe_advantages(batch, config, 0.0).flat("advantages"), alone.flat("advantages"))
     assert batch["rewards"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("failed", [torch.nan, torch.inf])
+def test_a_failed_cost_is_in_no_mean_and_in_no_share_of_violations(failed: float):
+    config = SafeRLHFConfig(algorithm=AlgorithmConfig(estimator="gae"), safety=SAFETY)
+    batch = DataProto.from_dict(
+        {
+            "rewards": torch.tensor([1.0, 1.0, 1.0]),
+            "costs": torch.tensor([1.0, failed, 0.0]),
+            **{name: jagged([[1.0], [1.0], [1.0]]) for name in ("values", "cost_values")},
+            "response_mask": jagged([[True], [True], [True]]),
+        }
+    )
+    metrics = safe_advantages(batch, config, 1.0).meta_info["metrics"]
+    assert metrics["cost/mean"] == 0.5 and metrics["cost/violations"] == 0.5
 
 
 def test_an_answer_whose_cost_failed_has_the_advantage_of_its_reward():
