@@ -12,7 +12,7 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     remax (1 device, 12 steps), distill (1 + 1 devices, 14 steps), dpo (1 device, 12 steps)      learning
     ppo (2 devices, 14 steps), pieces (3 of its steps)      a critic, its warm-up, learning; other micro-batches
     split (1 + 1), standalone (1 + 1 + 1 + 1)               pieces again, with roles on pools of their own
-    reward_model (1 device) -> safe (1 device, 2 steps)     pairs told apart; the model as reward, costs, a multiplier
+    reward_model (1 device) -> safe (1 device, 12 steps)    pairs told apart; the model as reward, costs that fall
 
 Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead, dpo and
 remax, split and standalone.
@@ -257,11 +257,13 @@ def reward_model(start: Callable[..., Driver], overrides: list[str], folder: Pat
 
 @pytest.fixture(scope="session")
 def safe(start: Callable[..., Driver], overrides: list[str], reward_model: Finished) -> Finished:
-    """The reward model scores, on the devices; what answers cost is their size."""
+    """The reward model scores, on the devices; what answers cost are their even characters, and too much at first."""
     model = reward_model.run_dir / "model"
     given = [f"reward.path={model}", f"critic.path={model}", "roles.reward.pool=train", "reward.solved_at=0"]
-    costs = [f"cost.function={REWARD}:size", "cost.options={}", "safety.cost_limit=4", "safety.multiplier=0.5"]
-    return to_its_end(start(SAFE_RLHF, overrides, *given, *costs, "name=safe", "steps=2", "rollout.n=2"))
+    costs = [f"cost.function={REWARD}:even", "cost.options={}", "safety.cost_limit=0.1", "safety.multiplier=4"]
+    learning = [*LEARNING, "critic.optimizer.lr=2e-3", "actor.optimizer.lr=4e-3", "actor.mini_batch_size=16"]
+    learning += ["data.prompts_per_step=8", "rollout.n=4", "checkpoint.every=1"]
+    return to_its_end(start(SAFE_RLHF, overrides, *given, *costs, *learning, "name=safe", "steps=12"))
 
 
 @pytest.fixture(scope="session")
