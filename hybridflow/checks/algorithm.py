@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hybridflow.checks.base import Facts, Problem, rule
+from hybridflow.checks.base import SCORERS, Facts, Problem, rule
 from hybridflow.checks.values import ESTIMATOR_SETTINGS, GROUPED, LOSS_SETTINGS, OTHER_COLUMNS, present
 from hybridflow.config import DPOConfig, PairsConfig, PPOConfig, RLConfig, SFTConfig
 
@@ -24,6 +24,38 @@ def what_is_ignored_is_said(facts: Facts) -> Iterator[Problem]:
             f"actor.loss.scale={loss.scale:g} is ignored by actor.loss.aggregation={loss.aggregation!r}.",
             warning=True,
         )
+
+
+BOUND_READS = {"none": (), "truncate": ("high",), "clip": ("low", "high"), "mask": ("low", "high")}
+
+
+@rule("actor.loss", "algorithm", *SCORERS)
+def settings_of_what_is_off_are_ignored(facts: Facts) -> Iterator[Problem]:
+    loss = facts.config.actor.loss
+    if not loss.kl_coef:
+        yield from _unread("actor.loss", loss, ("kl_kind",), "actor.loss.kl_coef=0")
+    if isinstance(facts.config, RLConfig):
+        algorithm = facts.config.algorithm
+        for switch, name in (
+            ("kl_coef", "kl_kind"),
+            ("kl_target", "kl_horizon"),
+            ("overlong_buffer", "overlong_penalty"),
+        ):
+            if not getattr(algorithm, switch):
+                yield from _unread("algorithm", algorithm, (name,), f"algorithm.{switch}=0")
+        c, here = algorithm.correction, "algorithm.correction"
+        if c.level == "none":
+            yield from _unread(here, c, ("bound", "low", "high"), f"{here}.level='none'")
+        else:
+            unread = [name for name in ("low", "high") if name not in BOUND_READS[c.bound]]
+            yield from _unread(here, c, unread, f"{here}.bound={c.bound!r}")
+        if c.reject == "none":
+            yield from _unread(here, c, ("reject_low", "reject_high"), f"{here}.reject='none'")
+    for role in SCORERS:
+        for path, judge in present(facts.config, f"{role}.judge"):
+            if not judge.path:
+                names = [field.name for field in dataclasses.fields(judge)]
+                yield from _unread(path, judge, names, f"{path}.path=''")
 
 
 @rule("actor", "algorithm", "data.prompts_per_step", "rollout.n")
@@ -106,6 +138,15 @@ def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
             f"not make. Choose one of {fitting}."
             + (" For rewards of single steps set reward.step_end." if estimator == "grpo_stepwise" else ""),
         )
+    for column in config.makes or ():
+        if estimator in ESTIMATOR_SETTINGS and OTHER_COLUMNS.get(estimator) != column:
+            reader = next(name for name, read in OTHER_COLUMNS.items() if read == column)
+            yield Problem(
+                "algorithm.estimator",
+                f"algorithm.estimator={estimator!r} does not read the column {column!r}, which this driver pays for. "
+                f"Set it to {reader}, or take another driver, such as examples/grpo.py.",
+                warning=True,
+            )
     if n < 2 and estimator in GROUPED and config.algorithm.single == "zero":
         yield Problem(
             "rollout.n",
@@ -129,8 +170,8 @@ def estimator_suits_the_driver(facts: Facts) -> Iterator[Problem]:
         )
 
 
-@rule("algorithm")
-def an_adapted_kl_has_a_start(facts: Facts) -> Iterator[Problem]:
+@rule("algorithm", "data.prompts_per_step", "rollout.n")
+def an_adapted_kl_stays_above_zero(facts: Facts) -> Iterator[Problem]:
     if isinstance(facts.config, RLConfig):
         algorithm = facts.config.algorithm
         if algorithm.kl_target and not algorithm.kl_coef:
@@ -139,6 +180,32 @@ def an_adapted_kl_has_a_start(facts: Facts) -> Iterator[Problem]:
                 f"algorithm.kl_coef=0: algorithm.kl_target={algorithm.kl_target:g} multiplies it step by step, so it "
                 "would stay 0. Set it above 0, such as to 0.1.",
             )
+        if algorithm.kl_target and algorithm.kl_horizon <= 0.2 * facts.rows:
+            n, prompts = facts.config.rollout.n, facts.config.data.prompts_per_step
+            yield Problem(
+                "algorithm.kl_horizon",
+                f"algorithm.kl_horizon={algorithm.kl_horizon:g}: has to be above 0.2 * data.prompts_per_step * "
+                f"rollout.n = 0.2 * {prompts} * {n} = {0.2 * facts.rows:g}, else one step could bring the weight of "
+                f"the KL to 0 or below. Raise it, such as to {10 * facts.rows}.",
+            )
+
+
+@rule("actor", "algorithm", "reference", "roles", "steps", "data.prompts_per_step", "rollout.n")
+def a_reference_keeps_its_distance(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    for path, every in present(config, "reference.update_every"):
+        if every >= config.steps:
+            text = f"{path}={every} is no less than steps={config.steps}: the reference never changes. Lower it."
+            yield Problem(path, text, warning=True)
+        if every != 1:
+            continue
+        # The reference is the policy at the start of each step.
+        zero = ["preference.beta"] if isinstance(config, DPOConfig) else []
+        zero += ["algorithm.kl_coef"] if isinstance(config, RLConfig) and config.algorithm.kl_coef else []
+        zero += ["actor.loss.kl_coef"] if config.actor.loss.kl_coef and facts.updates == 1 else []
+        for reader in zero:
+            text = f"{path}=1 makes the log-ratio that {reader} weighs 0 in every step. Raise it."
+            yield Problem(path, text, warning=True)
 
 
 @rule("algorithm.estimator", "critic.warmup_steps", "steps")
@@ -238,6 +305,14 @@ def pairs_suit_the_driver(facts: Facts) -> Iterator[Problem]:
                 f"actor.loss.{name}={value!r}: DPO's gradient is that of {wanted!r} with a weight for each answer, "
                 f"which the driver computes. Set it to {wanted}.",
             )
+
+
+def _unread(path: str, settings: Any, names: Iterable[str], because: str) -> Iterator[Problem]:
+    """Those of the settings that differ from their default."""
+    for name in names:
+        value = getattr(settings, name)
+        if value != getattr(type(settings)(), name):
+            yield Problem(f"{path}.{name}", f"{path}.{name}={value!r} is ignored: {because}.", warning=True)
 
 
 def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str, ...]]) -> Iterator[Problem]:

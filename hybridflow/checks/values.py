@@ -112,6 +112,8 @@ class Range:
         return above and below and math.isfinite(x)
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "finite"
         words = [f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"]
         if self.high < math.inf:
             words.append(f"below {self.high:g}" if self.open_high else f"at most {self.high:.10g}")
@@ -233,7 +235,8 @@ def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
     for pattern, allowed in RANGES.items():
         for path, value in present(facts.config, pattern):
             if value not in allowed:
-                yield Problem(path, f"{path}={value}: has to be {allowed}.")
+                finite = "" if math.isfinite(value) or allowed is ANY else "finite and "
+                yield Problem(path, f"{path}={value}: has to be {finite}{allowed}.")
     for path, devices in expand(facts.config, "pools.*.devices"):
         if not devices or min(devices) < 1:
             yield Problem(path, f"{path}={devices}: name the devices of each node, such as [2] or [4,4].")

@@ -117,6 +117,23 @@ def test_a_group_of_one_is_fine_where_it_has_an_advantage(checked: Callable[...,
             ["algorithm=rloo", "actor.loss.clip_low=0.1"],
             "actor.loss.clip_low=0.1 is ignored by actor.loss.name='reinforce'.",
         ),
+        (["actor.loss.kl_kind=k2"], "actor.loss.kl_kind='k2' is ignored: actor.loss.kl_coef=0."),
+        (["algorithm.kl_kind=k3"], "algorithm.kl_kind='k3' is ignored: algorithm.kl_coef=0."),
+        (["algorithm.kl_horizon=5000"], "algorithm.kl_horizon=5000.0 is ignored: algorithm.kl_target=0."),
+        (["algorithm.overlong_penalty=2"], "algorithm.overlong_penalty=2.0 is ignored: algorithm.overlong_buffer=0."),
+        (
+            ["algorithm.correction.bound=clip"],
+            "algorithm.correction.bound='clip' is ignored: algorithm.correction.level='none'.",
+        ),
+        (
+            ["algorithm.correction={level: token, bound: truncate, low: 0.5}"],
+            "algorithm.correction.low=0.5 is ignored: algorithm.correction.bound='truncate'.",
+        ),
+        (
+            ["algorithm.correction.reject_high=3"],
+            "algorithm.correction.reject_high=3.0 is ignored: algorithm.correction.reject='none'.",
+        ),
+        (["reward.judge.max_tokens=5"], "reward.judge.max_tokens=5 is ignored: reward.judge.path=''."),
         (["actor.loss.scale=8"], "actor.loss.scale=8 is ignored by actor.loss.aggregation='token-mean'."),
         (
             ["placement=colocate_reference", "actor.loss={kl_coef: 0.1, kl_kind: k1}"],
@@ -135,7 +152,8 @@ def test_a_function_of_the_users_own_may_read_anything(checked: Callable[..., Pl
     own = f"{tmp_path}/mine.py"
     plan = checked(f"algorithm.estimator={own}:f", "algorithm.gamma=0.9", "algorithm.options={a: 1}")
     assert plan.warnings == ()
-    plan = checked(f"actor.loss.name={own}:f", "actor.loss.tau_positive=2", f"actor.loss.kl_kind={own}:g")
+    kl = ["placement=colocate_reference", "actor.loss.kl_coef=0.1", f"actor.loss.kl_kind={own}:g"]
+    plan = checked(f"actor.loss.name={own}:f", "actor.loss.tau_positive=2", *kl)
     assert plan.warnings == ()
 
 
@@ -207,6 +225,54 @@ def test_an_adapted_kl_has_to_begin_somewhere(refused: Callable[..., str]) -> No
     assert "algorithm.kl_coef=0: algorithm.kl_target=0.1 multiplies it step by step, so it would stay 0." in refused(
         "algorithm.kl_target=0.1"
     )
+
+
+def test_an_adapted_kl_stays_above_zero(checked: Callable[..., Plan], refused: Callable[..., str]) -> None:
+    given = ["placement=colocate_reference", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"]
+    shape = ["data.prompts_per_step=16", "rollout.n=8"]
+    assert refused(*given, *shape, "algorithm.kl_horizon=25.6") == (
+        "algorithm.kl_horizon=25.6: has to be above 0.2 * data.prompts_per_step * rollout.n = 0.2 * 16 * 8 = 25.6, "
+        "else one step could bring the weight of the KL to 0 or below. Raise it, such as to 1280."
+    )
+    assert checked(*given, *shape, "algorithm.kl_horizon=26").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "warning"),
+    [
+        (
+            ["actor.loss.kl_coef=0.1", "reference.update_every=9", "steps=9"],
+            "grpo",
+            "=9 is no less than steps=9: the re",
+        ),
+        (
+            ["actor.loss.kl_coef=0.1", "reference.update_every=1"],
+            "grpo",
+            "=1 makes the log-ratio that actor.loss.kl_coef",
+        ),
+        (
+            ["algorithm.kl_coef=0.1", "reference.update_every=1"],
+            "grpo",
+            "=1 makes the log-ratio that algorithm.kl_coef",
+        ),
+        (["reference.update_every=1"], "dpo", "=1 makes the log-ratio that preference.beta weighs 0 in every step."),
+        (["actor.loss.kl_coef=0.1", "actor.epochs=2", "reference.update_every=1"], "grpo", ""),
+    ],
+)
+def test_a_reference_that_is_never_or_always_renewed_is_warned_of(
+    overrides: list[str], name: str, warning: str, checked: Callable[..., Plan]
+) -> None:
+    placed = ["placement=colocate_reference"] if name == "grpo" else []
+    warnings = checked(*placed, *overrides, name=name).warnings
+    assert len(warnings) == bool(warning) and warning in "".join(warnings)
+
+
+def test_a_column_that_costs_and_is_not_read_is_warned_of(checked: Callable[..., Plan]) -> None:
+    assert checked("algorithm.estimator=rloo", "rollout.n=4", name="remax").warnings == (
+        "algorithm.estimator='rloo' does not read the column 'baseline_rewards', which this driver pays for. Set it to "
+        "remax, or take another driver, such as examples/grpo.py.",
+    )
+    assert checked("algorithm=distill_hybrid", "rollout.n=4", name="distill").warnings == ()
 
 
 def test_rewards_of_steps_need_their_end(checked: Callable[..., Plan], refused: Callable[..., str]) -> None:

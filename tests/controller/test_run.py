@@ -199,7 +199,7 @@ def test_an_unknown_metric_is_told_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_an_adapted_kl_goes_on_where_it_was(tmp_path: Path) -> None:
-    adaptive = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5", "algorithm.kl_horizon=10"]
+    adaptive = ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.5", "algorithm.kl_horizon=100"]
     given = [*adaptive, "roles.reference={pool: train}", "evaluate.every=0", "tracking.rollouts_every=0"]
     run, _ = run_of(tmp_path, *given, "checkpoint.every=1")
     tokens = {name: DataProto.jagged([torch.tensor([2, 3])]) for name in ("prompts", "responses")}
@@ -208,8 +208,8 @@ def test_an_adapted_kl_goes_on_where_it_was(tmp_path: Path) -> None:
     resumed, _ = run_of(tmp_path, *given, "checkpoint.resume=auto")
     resumed.restore(run.store.folder(1))
     prompts = next(iter(_streamed(resumed).steps()))
-    # One response with a KL far above the target: 0.1 * (1 + 0.2 * 1 / 10).
-    assert prompts.meta_info == {"kl_coef": pytest.approx(0.102), "step": 2}
+    # One response with a KL far above the target: 0.1 * (1 + 0.2 * 1 / 100).
+    assert prompts.meta_info == {"kl_coef": pytest.approx(0.1002), "step": 2}
 
 
 def _streamed(run: Run) -> Run:
