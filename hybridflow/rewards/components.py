@@ -61,6 +61,7 @@ def check_reward(config: RewardConfig, where: str = "reward") -> None:
                 f"{component.setting}.function={component.function!r} reads the column {VERDICT!r}, which a judge "
                 f"gives. Set {where}.judge.path to the folder of a language model."
             )
+        call.check_options(component.setting)
 
 
 def combine(outcomes: Sequence[Outcome], weights: Mapping[str, float], solved_at: float) -> Outcome:

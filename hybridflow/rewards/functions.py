@@ -99,6 +99,21 @@ class Call:
             return False
         return inspect.signature(self._function).parameters[column].default is inspect.Parameter.empty
 
+    def check_options(self, setting: str) -> None:
+        """Call a function of this package on no answers: it looks at its options first. Others may need an answer.
+
+        Raises:
+            RewardError: says what is wrong with an option.
+        """
+        if not self._function.__module__.startswith(f"{__package__}."):
+            return
+        assert self._known is not None
+        nothing = {name: [] for name in self._known if name in (*ARGUMENTS, "verdict", "extra_info")}
+        try:
+            self._function(**{**nothing, **self._options})
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"{setting}.options: {error}") from error
+
     def __call__(self, row: Mapping[str, Any]) -> Any:
         """What the function returns for one row: one entry of each column. Options win over a column of their name."""
         columns = {key: [value] for key, value in row.items() if self._known is None or key in self._known}

@@ -52,10 +52,16 @@ def score(
         ``score``, and as ``judged`` the number on the judge's own scale.
 
     Raises:
-        ValueError: the verdict holds no such number, or one outside of the scale.
+        ValueError: an option is wrong; the verdict holds no such number, or one outside of the scale.
     """
     if not lowest < highest:
         raise ValueError(f"lowest={lowest}, highest={highest}: a scale goes from a lower to a higher number.")
+    try:
+        has_number = re.compile(pattern).groups > 0
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r}: {error}. Write a regular expression.") from None
+    if not has_number:
+        raise ValueError(f"pattern={pattern!r}: has no group. Put the number in parentheses, such as 'Score: (\\d+)'.")
     found = []
     for text in verdict:
         matches = [match[1] for match in re.finditer(pattern, text)]

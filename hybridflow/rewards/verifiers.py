@@ -40,6 +40,7 @@ def exact_match(
             one number is compared by value: 1,234.50 is 1234.5, and so is $1234.50.
         ignore_case: take upper and lower case as equal.
     """
+    _check_extract(extract)
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
         answer, wanted = extract_answer(response, extract), reference(truth)
@@ -82,6 +83,7 @@ def math_verify(
     """
     from math_verify import parse, verify
 
+    _check_extract(extract)
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
         wanted = notation.plain(reference(truth))
@@ -123,6 +125,7 @@ def reasoning_gym(
         extract: part of the answer that counts; a name of :data:`EXTRACTORS`.
         partial: keep partial credit; without it a reward is 1.0 or 0.0.
     """
+    _check_extract(extract)
     scores = []
     for response, info in zip(responses, extra_info, strict=True):
         task = _task(info["task"], json.dumps(info.get("options") or {}, sort_keys=True))
@@ -200,10 +203,14 @@ def extract_answer(response: str, how: str) -> str | None:
     Raises:
         ValueError: for a name that is not in :data:`EXTRACTORS`.
     """
-    if how not in EXTRACTORS:
-        raise ValueError(f"reward.options.extract={how!r}: choose one of {', '.join(EXTRACTORS)}")
+    _check_extract(how)
     found = EXTRACTORS[how](response)
     return None if found is None else found.strip()
+
+
+def _check_extract(how: str) -> None:
+    if how not in EXTRACTORS:
+        raise ValueError(f"extract={how!r}: choose one of {', '.join(EXTRACTORS)}")
 
 
 def _in_tag(response: str) -> str | None:

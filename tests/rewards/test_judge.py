@@ -95,3 +95,29 @@ def test_functions_and_judges_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     message = "cost.components.said.function='.*own.py:own' reads the column 'verdict', which a judge gives. Set "
     with pytest.raises(RewardError, match=message + "cost.judge.path to the folder of a language model."):
         check_reward(RewardConfig(components={"said": RewardComponentConfig(own)}), "cost")
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("judge:score", {"pattern": "Score: ("}, r"pattern='Score: \(': missing \), unterminated"),
+        ("judge:score", {"pattern": "Score: 7"}, r"pattern='Score: 7': has no group. Put the number in parentheses"),
+        ("judge:score", {"lowest": 5, "highest": 5}, "lowest=5, highest=5: a scale goes from a lower"),
+        ("judge:score", {"lowest": "a"}, "not supported between"),
+        ("verifiers:exact_match", {"extract": "boxd"}, "extract='boxd': choose one of all"),
+        ("verifiers:math_verify", {"extract": "boxd"}, "extract='boxd': choose one of all"),
+        ("verifiers:reasoning_gym", {"extract": "boxd"}, "extract='boxd': choose one of all"),
+        ("verifiers:format_match", {"pattern": "("}, r"pattern='\(': missing \)"),
+    ],
+)
+def test_options_of_the_built_in_functions_are_looked_at_before_a_run(
+    function: str, options: dict[str, object], message: str
+) -> None:
+    judge = JudgeConfig(path="a/folder") if function.startswith("judge") else JudgeConfig()
+    part = RewardComponentConfig(f"hybridflow.rewards.{function}", options=options)
+    for where, config in (
+        ("reward", RewardConfig(function=part.function, options=options, judge=judge)),
+        ("reward.components.extra", RewardConfig(components={"extra": part}, judge=judge)),
+    ):
+        with pytest.raises(RewardError, match=rf"{where}\.options: .*{message}"):
+            check_reward(config)

@@ -50,7 +50,7 @@ def test_the_part_of_an_answer_that_counts(how: str, response: str, wanted: str 
 
 
 def test_an_unknown_part_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"reward\.options\.extract='boxes': choose one of all, tag, boxed"):
+    with pytest.raises(ValueError, match=r"extract='boxes': choose one of all, tag, boxed"):
         extract_answer("1", "boxes")
 
 
