@@ -174,7 +174,13 @@ def _estimate(
                 f"algorithm.estimator={algorithm.estimator!r} needs {name!r}, and the batch has no column {column!r}. "
                 f"It has {', '.join(columns.batch.keys())}."
             )
-    advantages, returns = function(**arguments)
+    answer = function(**arguments)
+    if not (isinstance(answer, tuple | list) and [isinstance(x, torch.Tensor) for x in answer] == [True, True]):
+        raise DataError(
+            f"algorithm.estimator={algorithm.estimator!r} returned a {type(answer).__name__}: return two tensors "
+            "[B, T], advantages and returns."
+        )
+    advantages, returns = answer
     for name, found in (("advantages", advantages), ("returns", returns)):
         if found.shape != columns.mask.shape:
             raise DataError(

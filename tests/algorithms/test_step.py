@@ -155,6 +155,8 @@ def own(tmp_path) -> str:
         "    return found, found.clone()\n"
         "def flat(scores, mask):\n"
         "    return scores, scores\n"
+        "def alone(scores, mask):\n"
+        "    return torch.where(mask, scores[:, None], 0.0)\n"
     )
     return str(file)
 
@@ -168,6 +170,8 @@ def test_an_estimator_of_the_users_own_gets_what_it_names(own: str):
     assert compute_advantages(batch, config).flat("advantages").tolist() == [3, 3, 0, 6, 0, 6, 0]
     with pytest.raises(DataError, match=r"flat' returned advantages \[4\] for a mask \[4, 3\]"):
         compute_advantages(batch, settings(estimator=f"{own}:flat"))
+    with pytest.raises(DataError, match=r"alone' returned a Tensor: return two tensors \[B, T\], advantages and"):
+        compute_advantages(batch, settings(estimator=f"{own}:alone"))
 
 
 def test_functions_are_imported_before_a_run(own: str):
