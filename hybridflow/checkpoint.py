@@ -137,7 +137,8 @@ class CheckpointStore:
         earlier = self.checkpoints()
         sequence = read_manifest(earlier[-1][1]).sequence + 1 if earlier else 0
         manifest = unfinished / MANIFEST
-        self.write_json(manifest, {"step": step, "sequence": sequence, "files": files})
+        contents = {"step": step, "sequence": sequence, "files": files}
+        self.write_json(manifest, {**contents, "checksum": _checksum_of(contents)})
         _fsync(manifest)
         for path in [p for p in unfinished.rglob("*") if p.is_dir()] + [unfinished]:
             _fsync(path)
@@ -209,12 +210,14 @@ def resume_from(resume: str, store: CheckpointStore, contents: bool = True) -> t
             )
         return found
     path = Path(resume)
-    if not path.is_dir():
+    if not resume or not path.is_dir():
         raise CheckpointError(f"checkpoint.resume={resume!r} is neither 'never', 'auto' nor a folder.")
     try:
         return verify(path, contents).step, path
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint.resume={resume!r} is no whole checkpoint: {error}") from error
+        inside = [*CheckpointStore(path).checkpoints(), *CheckpointStore(path / "checkpoints").checkpoints()]
+        hint = f" Give one of the folders in it, such as {inside[-1][1]}." if inside else ""
+        raise CheckpointError(f"checkpoint.resume={resume!r} is no whole checkpoint: {error}{hint}") from error
 
 
 def verify(folder: Path, contents: bool = True) -> Manifest:
@@ -230,7 +233,11 @@ def verify(folder: Path, contents: bool = True) -> Manifest:
             raise CheckpointError(f"{path} is missing.")
         if path.stat().st_size != size:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, it was written with {size}.")
-        if contents and _checksum(path) != checksum:
+        try:
+            same = not contents or _checksum(path) == checksum
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+        if not same:
             raise CheckpointError(f"{path} has other contents than were written: it is damaged.")
     return manifest
 
@@ -239,6 +246,9 @@ def read_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest; CheckpointError where there is none or it is damaged."""
     data = _read_json(folder / MANIFEST)
     try:
+        stated = data.pop("checksum", None)  # older checkpoints have none
+        if stated not in (None, _checksum_of(data)):
+            raise ValueError("it has other contents than were written")
         files = {name: (int(size), int(checksum)) for name, (size, checksum) in data["files"].items()}
         return Manifest(int(data["step"]), int(data["sequence"]), files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -252,6 +262,10 @@ def _read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: it is not JSON ({error}).") from error
+
+
+def _checksum_of(data: Any) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
 
 
 def _checksum(path: Path) -> int:

@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -300,3 +301,46 @@ def test_never_also_refuses_to_start_over_a_damaged_checkpoint(tmp_path: Path) -
     (store.folder(2) / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="already has a checkpoint, step_000002"):
         resume_from("never", store)
+
+
+def test_a_manifest_that_says_another_step_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    older, newer = write(store, 1), write(store, 2)
+    path = newer / MANIFEST
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    assert store.latest() == (1, older)
+    assert f"{path} is damaged (ValueError: it has other contents than were written)" in caplog.text
+
+
+def test_a_manifest_without_a_checksum_of_its_own_is_taken(tmp_path: Path) -> None:
+    folder = write(CheckpointStore(tmp_path), 1)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["checksum"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert verify(folder).step == 1
+
+
+def test_a_file_that_the_disk_no_longer_gives_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    older, newer = write(store, 1), write(store, 2)
+    opened = Path.open
+
+    def failing(path: Path, *args: Any, **options: Any) -> Any:
+        if path == newer / "run.json":
+            raise OSError(5, "Input/output error")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read: Input/output error"):
+        verify(newer)
+    assert store.latest() == (1, older)
+
+
+def test_a_folder_of_checkpoints_names_the_newest_to_resume_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = write(store, 1)
+    for given in (store.root, tmp_path / "run"):
+        with pytest.raises(CheckpointError, match=f"Give one of the folders in it, such as {folder}"):
+            resume_from(str(given), store)
+    with pytest.raises(CheckpointError, match="checkpoint.resume='' is neither 'never', 'auto' nor a folder"):
+        resume_from("", store)

@@ -6,12 +6,15 @@ rely on that field.
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from hybridflow.config import EngineConfig, JudgeConfig, RewardModelConfig, RoleConfig, RunConfig
+from hybridflow.errors import ConfigError
 from hybridflow.models.spec import ModelSpec
 from hybridflow.resharding.layout import Layout, ParallelLayout, training_of
 
@@ -68,13 +71,15 @@ class Facts:
         generates = role in self.generating()
         axes = ("tp", "pp", "cp") if generates else ("tp", "pp", "cp", "ep", "etp", "vpp")
         degrees = {axis: getattr(at.layout, axis) for axis in axes}
-        own = ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=where)
+        with _named(where):
+            own = ParallelLayout.on(sum(self.config.pools[at.pool].devices), **degrees, where=where)
         if not generates:
             return own
         actor = self.placed.get("actor")
         shared = actor is not None and actor.pool == at.pool
         training = training_of(self.layout("actor")) if shared else own
-        return training.generation(tp=at.layout.tp, pp=at.layout.pp, ep=at.layout.ep)
+        with _named(where):
+            return training.generation(tp=at.layout.tp, pp=at.layout.pp, ep=at.layout.ep)
 
     def judge(self, role: str) -> JudgeConfig | None:
         """The settings of a role's judge; None where it has none."""
@@ -113,6 +118,15 @@ class Facts:
             return f"{role}.judge.path", judge.path
         own = getattr(getattr(self.config, role, None), "path", "")
         return (f"{role}.path", own) if own else ("model.path", self.config.model.path)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Errors of a layout itself, which knows no role, begin with the setting."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"^layout\b", where, str(error))) from None
 
 
 Rule = Callable[[Facts], Iterator[Problem]]

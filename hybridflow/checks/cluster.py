@@ -16,6 +16,24 @@ LEAST_CORES = 0.1
 """Of a device process: with less it does not come up in time."""
 
 
+@rule()
+def the_address_is_one(facts: Facts) -> Iterator[Problem]:
+    for name, address in (
+        ("ray.address", facts.config.ray.address),
+        ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", "")),
+    ):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        whole = bool(host.strip()) and "/" not in host and port.isdecimal() and 0 < int(port) < 2**16
+        if address not in ("", "auto", "local") and not whole:
+            yield Problem(
+                "ray.address",
+                f"{name}={address!r} is no address of a Ray cluster: it has to be 'auto' or host:port with a port of 1 "
+                "to 65535, such as 10.0.0.1:6379. Mend it, or leave it empty, so that Ray is started on this machine.",
+            )
+        if address:
+            return  # ray.address goes before RAY_ADDRESS
+
+
 @rule("roles", "pools")
 def pools_fit_this_machine(facts: Facts) -> Iterator[Problem]:
     if not starts_ray_here(facts.config.ray.address):

@@ -36,7 +36,10 @@ def device_memory(facts: Facts) -> list[DeviceMemory]:
     return estimate(facts.config, specs, layouts, GPU_PROCESS_BYTES if machine()[1] else CPU_PROCESS_BYTES)
 
 
-@rule("model", "roles", "pools", "rollout", "actor", "memory", "data.prompts_per_step", "teacher", *CRITICS, *SCORERS)
+@rule(
+    *("model", "roles", "pools", "rollout", "actor", "memory", "data.prompts_per_step", "teacher"),
+    *("ray.object_store_gb", *CRITICS, *SCORERS),
+)
 def memory_suffices(facts: Facts) -> Iterator[Problem]:
     devices = device_memory(facts)
     for device in devices:

@@ -122,6 +122,9 @@ class Range:
 
 COUNT, NATURAL, POSITIVE, SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
 ANY = Range(-math.inf)
+SIZE = Range(0, 1e9, open_low=True)
+"""GiB or MiB; counted in bytes, more would overflow."""
+NODE_DEVICES = Range(1, 1024)
 # vLLM raises temperatures between 0 and 0.01 to 0.01.
 TEMPERATURE, TOP_P = Range(0.01, also=0), Range(0, 1, open_low=True)
 OPTIMIZER_RANGES: dict[str, Range] = {
@@ -144,14 +147,14 @@ SCORING_RANGES: dict[str, Range] = {
     "max_failed": SHARE,
     "judge.max_prompt_tokens": COUNT,
     "judge.max_tokens": COUNT,
-    "judge.kv_cache_gb": POSITIVE,
+    "judge.kv_cache_gb": SIZE,
     "judge.max_sequences": COUNT,
 }
 RANGES: dict[str, Range] = {
     "steps": COUNT,
     "seed": Range(0, 2**32 - 1),
     "pools.*.cores_per_device": NATURAL,
-    "pools.*.memory_gb": NATURAL,
+    "pools.*.memory_gb": Range(0, 1e9),
     "roles.*.layout.tp": COUNT,
     "roles.*.layout.pp": COUNT,
     "roles.*.layout.cp": COUNT,
@@ -181,8 +184,8 @@ RANGES: dict[str, Range] = {
     "rollout.n": COUNT,
     "rollout.max_prompt_tokens": COUNT,
     "rollout.max_tokens": COUNT,
-    "rollout.kv_cache_gb": POSITIVE,
-    "rollout.sync_bucket_mb": POSITIVE,
+    "rollout.kv_cache_gb": SIZE,
+    "rollout.sync_bucket_mb": SIZE,
     "rollout.max_sequences": COUNT,
     "rollout.sampling.temperature": TEMPERATURE,
     "rollout.sampling.top_p": TOP_P,
@@ -202,7 +205,7 @@ RANGES: dict[str, Range] = {
     "tracking.rollouts_every": NATURAL,
     "tracking.mismatch_limit": NATURAL,
     "tracking.mismatch_stop": NATURAL,
-    "ray.object_store_gb": POSITIVE,
+    "ray.object_store_gb": SIZE,
     "dynamic_sampling.max_tries": COUNT,
     "preference.beta": POSITIVE,
     "preference.label_smoothing": Range(0, 0.5, open_high=True),
@@ -238,8 +241,12 @@ def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
                 finite = "" if math.isfinite(value) or allowed is ANY else "finite and "
                 yield Problem(path, f"{path}={value}: has to be {finite}{allowed}.")
     for path, devices in expand(facts.config, "pools.*.devices"):
-        if not devices or min(devices) < 1:
-            yield Problem(path, f"{path}={devices}: name the devices of each node, such as [2] or [4,4].")
+        if not devices or not all(number in NODE_DEVICES for number in devices):
+            yield Problem(
+                path,
+                f"{path}={devices}: name the devices of each node, such as [2] or [4,4]. A number has to be "
+                f"{NODE_DEVICES}.",
+            )
     stops = [item for role in ("reward", "cost") for item in present(facts.config, f"{role}.judge.stop_token_ids")]
     for path, ids in [("rollout.stop_token_ids", facts.config.rollout.stop_token_ids), *stops]:
         if any(i < 0 for i in ids):

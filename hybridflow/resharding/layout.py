@@ -242,9 +242,10 @@ class GenerationLayout(_Ranks):
         for axis in ("tp", "pp", "ep"):
             _check_degree(axis, getattr(self, axis))
         if self.ep not in (1, self.tp):
+            allowed = " or ".join(map(str, sorted({1, self.tp})))
             raise ConfigError(
                 f"layout.ep={self.ep} of a generation layout with tp={self.tp}: vLLM either cuts every expert over the "
-                f"tensor-parallel ranks or spreads whole experts over all of them. Set ep to 1 or {self.tp}."
+                f"tensor-parallel ranks or spreads whole experts over all of them. Set ep to {allowed}."
             )
         size, t = self.tp * self.pp, self.training
         if t.world_size % size:

@@ -54,3 +54,17 @@ def test_a_cluster_that_is_joined_may_hold_more_than_this_machine(
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr(cluster, "machine", lambda: (8, 8))
     assert checked(tmp_path / "c", "pools.train.devices=[8]").layouts["actor"].dp == 8
+
+
+@pytest.mark.parametrize("address", ["head", "head:port", "head:70000", ":6379", "http://head:8265/", " ", "6379"])
+def test_what_is_no_address_is_refused_before_ray_is_asked(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^ray.address='{address}' is no address of a Ray cluster: it has to be 'auto'"
+    ):
+        checked(tmp_path / "a", f"ray.address='{address}'")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=f"^RAY_ADDRESS='{address}' is no address"):
+        checked(tmp_path / "b")
+    checked(tmp_path / "c", "ray.address='[::1]:6379'")
