@@ -13,7 +13,7 @@ from hybridflow.checkpoint import RESUME_MODES, CheckpointStore, resume_from
 from hybridflow.checks.base import CRITICS, SCORERS, Facts, Problem, rule
 from hybridflow.checks.cluster import machine, starts_ray_here
 from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
-from hybridflow.config import DistillConfig, RewardModelConfig
+from hybridflow.config import DistillConfig, PairsConfig, RewardModelConfig
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
 from hybridflow.models.spec import ModelSpec
@@ -232,7 +232,8 @@ def what_waits_for_evaluations_gets_them(facts: Facts) -> Iterator[Problem]:
     evaluate, keep_best = config.evaluate, config.checkpoint.keep_best
     waiting = {"evaluate.stop_at": evaluate.stop_at, "evaluate.patience": evaluate.patience}
     waiting = {path: value for path, value in {**waiting, "checkpoint.keep_best": keep_best}.items() if value}
-    absent = [role for role in ("rollout", "reward") if role not in facts.placed]
+    pairs = isinstance(config, PairsConfig)  # scored by the model in training, without an answer
+    absent = [role for role in ("rollout", "reward") if role not in facts.placed and not pairs]
     for path, value in waiting.items():
         text = f"{path}={str(value).lower()}"
         if not data.evaluate and data.evaluate_share == 0:
@@ -240,6 +241,14 @@ def what_waits_for_evaluations_gets_them(facts: Facts) -> Iterator[Problem]:
             yield Problem(path, f"{text} needs {needs}")
         elif absent:
             yield Problem(path, f"{text} is ignored: without roles.{absent[0]} nothing is evaluated.", warning=True)
+    n = evaluate.n
+    several = [*(f"pass@{k}" for k in range(2, n + 1)), f"majority@{n}"] if n > 1 else []
+    kinds = ["accuracy", "score_gap"] if pairs else ["accuracy", "reward", "length", *several]
+    prefix, _, rest = evaluate.metric.partition("/")
+    if (evaluate.patience or keep_best) and (prefix != "evaluate" or rest.split("/")[0] not in kinds):
+        path, known = "evaluate.metric", [f"evaluate/{kind}" for kind in kinds]
+        text = f"{path}={evaluate.metric!r} is nothing that is evaluated."
+        yield Problem(path, text + nearest(evaluate.metric, known))
     if not waiting and not data.evaluate and data.evaluate_share == 0:
         yield Problem("data.evaluate", "nothing is held out, so the run is not evaluated.", warning=True)
 

@@ -96,6 +96,22 @@ def test_stopping_by_accuracy_needs_held_out_prompts(refused: Callable[..., str]
     assert "evaluate.patience=2 needs held-out prompts." in more and "checkpoint.keep_best=true needs held-out" in more
 
 
+@pytest.mark.parametrize("metric", ["accuracy", "evaluate/acuracy", "evaluate/pass@4", "evaluate/majority@2"])
+def test_the_metric_of_the_best_has_to_be_evaluated(refused: Callable[..., str], metric: str) -> None:
+    text = refused(f"evaluate.metric='{metric}'", "evaluate.n=3", "evaluate.patience=2")
+    assert text.startswith(f"evaluate.metric='{metric}' is nothing that is evaluated.") and "evaluate/pass@3" in text
+
+
+@pytest.mark.parametrize("metric", [f"evaluate/{kind}" for kind in ("pass@3", "majority@3", "pass@2/low", "reward/a")])
+def test_metrics_of_several_answers_and_of_data_sources_are_known(checked: Callable[..., Plan], metric: str) -> None:
+    checked(f"evaluate.metric='{metric}'", "evaluate.n=3", "checkpoint.keep_best=true")
+
+
+def test_pairs_are_evaluated_without_a_rollout(checked: Callable[..., Plan]) -> None:
+    plan = checked("evaluate.patience=2", "evaluate.metric=evaluate/score_gap", name="reward_model")
+    assert not [text for text in plan.warnings if "nothing is evaluated" in text]
+
+
 def test_waiting_for_evaluations_that_nobody_makes_is_warned_of(checked: Callable[..., Plan]) -> None:
     plan = checked("roles.reward=null", "~pools.cpu", "evaluate.stop_at=0", "checkpoint.keep_best=true", name="sft")
     assert plan.warnings == ("checkpoint.keep_best=true is ignored: without roles.reward nothing is evaluated.",)
