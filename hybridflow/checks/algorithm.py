@@ -273,6 +273,24 @@ def correction_is_consistent(facts: Facts) -> Iterator[Problem]:
         )
 
 
+@rule("algorithm.correction", "actor.loss", "max_staleness")
+def old_answers_are_weighed(facts: Facts) -> Iterator[Problem]:
+    """A loss of the user's own may weigh them itself."""
+    config, ahead = facts.config, getattr(facts.config, "max_staleness", 0)
+    if not isinstance(config, RLConfig) or not ahead or ":" in config.actor.loss.name:
+        return
+    loss = config.actor.loss
+    weighed = "old_log_probs" in LOSS_SETTINGS.get(loss.name, ()) and loss.old_log_probs == "rollout_log_probs"
+    if config.algorithm.correction.level == "none" and not weighed:
+        yield Problem(
+            "algorithm.correction.level",
+            f"max_staleness={ahead} trains on answers of older policies, and algorithm.correction.level='none' weighs "
+            "them as if they were the trainer's own. Set algorithm=decoupled_ppo, or "
+            "actor.loss.old_log_probs=rollout_log_probs.",
+            warning=True,
+        )
+
+
 @rule("actor.loss", "rollout.n")
 def supervised_settings_suit_the_driver(facts: Facts) -> Iterator[Problem]:
     loss, n = facts.config.actor.loss.name, facts.config.rollout.n

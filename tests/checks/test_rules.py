@@ -297,6 +297,14 @@ def test_generation_ahead_of_training_needs_a_pool_of_its_own(
     assert "max_staleness=2 generates while the actor trains" in refused("placement=single", name="async_grpo")
     assert "max_staleness=-1" in refused("max_staleness=-1", name="one_step_off")
     checked("placement=colocate", "max_staleness=0", name="one_step_off")
+
+
+def test_answers_of_older_policies_are_weighed_or_warned_of(checked):
+    told = "max_staleness=2 trains on answers of older policies"
+    warns = lambda *overrides: told in "\n".join(checked(*overrides, name="async_grpo").warnings)  # noqa: E731
+    assert warns("algorithm=grpo") and warns("algorithm.correction.level=none")
+    assert not warns() and not warns("algorithm=grpo", "actor.loss.old_log_probs=rollout_log_probs")
+    assert not warns("algorithm=grpo", "max_staleness=0", "placement=disaggregate")
     layouts = checked("pools.rollout.devices=[4]", "roles.rollout.layout.tp=2", name="one_step_off").layouts
     assert (layouts["actor"].world_size, layouts["rollout"].world_size, layouts["rollout"].dp) == (1, 4, 2)
 
