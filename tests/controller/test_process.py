@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hybridflow.config import RunConfig
-from hybridflow.controller.call import Request
+from hybridflow.controller.call import Answer, Request
+from hybridflow.controller.message import message, opened
 from hybridflow.controller.process import INTERRUPT, DeviceProcess, interface_of
 from hybridflow.platform import CPU
 from hybridflow.resharding.layout import ParallelLayout
@@ -26,23 +27,23 @@ def process(ray_session: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devic
         monkeypatch.setenv(name, os.environ.get(name, ""))
     before, threads = signal.getsignal(INTERRUPT), torch.get_num_threads()
     found = DeviceProcess("here", 0, CPU, threads)
-    assert found.create("echo", Echo, ParallelLayout(), RunConfig(name="test")).error is None
+    assert opened(found.create("echo", Echo, ParallelLayout(), RunConfig(name="test"))).error is None
     yield found
     signal.signal(INTERRUPT, before)
 
 
-def request(failures: int) -> list[object]:
-    return [*Request("echo", "nap", None, True, failures, ((0.0,), {}))]
+def call(process: DeviceProcess, failures: int) -> Answer:
+    return opened(process.call([*Request("echo", "nap", None, True, failures, message(((0.0,), {})))]))
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_run(process: DeviceProcess):
-    assert process.call(request(failures=2)).value == 0.0
+    assert call(process, failures=2).value == 0.0
     os.kill(os.getpid(), INTERRUPT)
-    refused = process.call(request(failures=2)).error
+    refused = call(process, failures=2).error
     assert refused is not None and refused.cause == (
         "not run, because it had failed on another rank, or its time was over, before it began here"
     )
-    assert process.call(request(failures=3)).value == 0.0, "what the driver queued after it knew runs"
+    assert call(process, failures=3).value == 0.0, "what the driver queued after it knew runs"
 
 
 def test_an_address_is_told_its_interface():
