@@ -33,7 +33,8 @@ def process(ray_session: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devic
 
 
 def call(process: DeviceProcess, failures: int) -> Answer:
-    return opened(process.call([*Request("echo", "nap", None, True, failures, message(((0.0,), {})))]))
+    request = Request("echo", "nap", None, True, failures, message(((0.0,), {})))
+    return opened(process.call(message(tuple(request))))
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_run(process: DeviceProcess):
