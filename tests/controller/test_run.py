@@ -193,9 +193,9 @@ def test_the_best_evaluations_checkpoint_is_kept(tmp_path: Path) -> None:
     assert [step for step, _ in run.store.checkpoints()] == [2, 4]
 
 
-def test_an_unknown_metric_is_told_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"evaluate\.metric='evaluate/acuracy': .* Did you mean 'evaluate/accuracy'"):
-        evaluated(tmp_path, [0.5], "evaluate.patience=1", "evaluate.metric=evaluate/acuracy")
+def test_a_metric_of_a_data_source_that_is_not_there_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'evaluate/reward/books': an evaluation has .*Known: .*evaluate/reward"):
+        evaluated(tmp_path, [0.5], "evaluate.patience=1", "evaluate.metric=evaluate/reward/books")
 
 
 def test_an_adapted_kl_goes_on_where_it_was(tmp_path: Path) -> None:
