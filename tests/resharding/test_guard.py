@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hybridflow.errors import ModelError
 from hybridflow.models.tables import megatron_table, padded_vocab_size, vllm_table
-from hybridflow.resharding.guard import Guard, checksum
+from hybridflow.resharding import guard as module
+from hybridflow.resharding.guard import MODES, Guard, checksum
 from hybridflow.resharding.layout import ParallelLayout
 from tests.models.oracle import make_spec, megatron_shard, random_checkpoint, vllm_shard
 
@@ -117,7 +118,39 @@ def test_a_difference_is_an_error_that_names_parameter_and_slice():
         "weights of version 7: the rollout's model.layers.2.mlp.gate_up_proj.weight does not hold the trainer's "
         "model.layers.2.mlp.up_proj.weight[0:40, 0:24] after the sync (1 of 47 slices differ on rank 0)."
     )
-    assert Guard(0, ranks.sources, ranks.targets, "off").check(7, *sides) == 0
+
+
+class Parameters(dict):
+    """By name; remembers those that were read."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.read = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_off_reads_and_asks_nothing_while_sample_and_full_sum_as_much_as_they_say(monkeypatch, mode):
+    ranks = Ranks(make_spec("qwen3"), ParallelLayout().generation(tp=1))
+    sources, targets = Parameters(ranks.trained[0]), Parameters(ranks.rollout[0])
+    summed, asked, group = [], [], object()
+    monkeypatch.setattr(module, "checksum", lambda values, at: summed.append(values.numel()) or checksum(values, at))
+    monkeypatch.setattr(module.dist, "all_reduce", lambda sums, group: asked.append(group))  # of one rank: the same
+    ranks.rollout[0]["model.norm.weight"][0] += 1
+    check = Guard(0, ranks.sources, ranks.targets, mode).check
+    if mode == "off":
+        assert check(7, sources, targets, torch.float32, group) == 0
+        assert sources.read == targets.read == set() and summed == asked == []
+        return
+    with pytest.raises(ModelError, match=r"model\.norm\.weight"):
+        check(7, sources, targets, torch.float32, group)
+    assert sources.read == set(sources) and targets.read == set(targets) and asked == [group]
+    shapes = [torch.Size(stop - start for start, stop in b.source) for p in ranks.targets[0].values() for b in p.boxes]
+    counted = shapes if mode == "full" else [shape[-1:] for shape in shapes]
+    assert sum(summed) == 2 * sum(shape.numel() for shape in counted)
 
 
 def test_a_checksum_is_a_sum_over_parts_and_the_one_of_the_formula():

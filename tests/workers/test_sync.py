@@ -13,6 +13,7 @@ from hybridflow.config import RunConfig, SamplingConfig
 from hybridflow.models.hf_io import load_parameters
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import vllm_table
+from hybridflow.resharding.guard import MODES
 from hybridflow.resharding.layout import ParallelLayout
 from tests.engines.megatron.parity import Case
 from tests.ranks import run_ranks
@@ -72,6 +73,10 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     config = RunConfig(rollout=replace(settings, sync_bucket_mb=5000 / 2**20))
     sync = WeightSync.within(GENERATION, rank, config, actor, rollout)
     report = sync.run(0)
+    checked = {}
+    for mode in MODES:
+        other = replace(config, rollout=replace(config.rollout, check_sync=mode))
+        checked[mode] = WeightSync.within(GENERATION, rank, other, actor, rollout).run(0)["sync/slices_checked"]
     weights = {name: p.clone() for name, p in rollout.parameters().items()}
 
     at = GENERATION.coordinates(rank)
@@ -98,6 +103,7 @@ def train_and_generate(rank: int, folder: str, settings, prompts):
     assert total.item() == 10 and dist.is_initialized()
     return {
         "apart": apart,
+        "checked": checked,
         "answers": found,
         "weights": weights,
         "report": report,
@@ -143,10 +149,16 @@ def test_weights_travel_between_neighbours_and_no_more_than_is_missing(ranks, fo
     sent = [found["report"]["sync/most_sent"] for found in ranks]
     assert received == [found["report"]["sync/most_received"] for found in ranks]
     assert sent == [received[rank ^ 1] for rank in range(4)]
-    # Boxes of a rank: q, k, v, o, gate, up, down and 4 norms of 2 layers, two vocabularies and a norm; those of its
-    # neighbour's row that it holds too.
-    assert all(found["report"]["sync/slices_checked"] >= 25 for found in ranks)
     assert all(0 < found["report"]["sync/bytes_staged"] <= 5000 for found in ranks)
+
+
+@pytest.mark.distributed
+def test_the_setting_says_how_much_is_compared_after_a_sync(ranks):
+    # Boxes of a rank: q, k, v, o, gate, up, down and 4 norms of 2 layers, two vocabularies and a norm. Of a sample also
+    # the rows of other ranks' boxes that it holds.
+    for found in ranks:
+        assert found["checked"]["off"] == 0 and found["checked"]["full"] == 25
+        assert found["checked"]["sample"] == found["report"]["sync/slices_checked"] >= 25, "the default"
 
 
 @pytest.mark.distributed
