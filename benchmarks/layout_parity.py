@@ -84,6 +84,7 @@ ROWS: list[tuple[str, str, Case]] = [
     ("pp2 vpp2 dp2", "qwen3_moe", Case({"pp": 2, "vpp": 2}, FOUR)),
 ]
 BFLOAT16 = ("one process", "dp2 distributed optimizer", "tp2 sp", "pp2 1F1B, tied", "pp2 vpp2 interleaved", "cp2")
+BFLOAT16 += ("tp2 sp dp2 distributed optimizer", "tp2 sp pp2", "pp2 cp2", "tp2 sp ep2", "pp2 vpp2 dp2")
 HALF: dict[str, Any] = {"dtype": "bfloat16", "initializer_range": 0.02}
 """Of models in bfloat16: weights that it holds exactly, of the size that transformers draws. The float32 ones are ten
 times larger, so that little hides in small differences; rounding alone then moves a gradient norm by more than 1e-2."""

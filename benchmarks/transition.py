@@ -9,9 +9,11 @@ For each transition, of the rank that has most of it:
 - received: bytes that a rank receives, matrices and norms apart. The mean over the ranks is asserted to be HybridFlow's
   formula, (tp - t_g p_g) / (t_g p_g tp) M with M the model's matrices. Single ranks may receive more or less where a
   pipeline's first and last stage hold the vocabulary's matrices and the others do not.
-- peak: memory that a transition adds, as the kernel measured it (highest resident size while the rollout's parameters
-  are allocated and filled, minus the size before), beside its limit: the generation shard, measured alone in the same
-  way, plus one bucket. That is asserted as sharply as the kernel counts: see ``RESOLUTION``.
+- peak: bytes of tensors that a transition adds at most while the rollout's parameters are allocated and filled, summed
+  over every allocation, beside its limit: the generation shard plus one bucket. That is asserted to the byte.
+- resident: the same as the kernel measured it (highest resident size, minus the size before). It is asserted to be no
+  more than that of the generation shard, measured alone in the same way, plus one bucket, as sharply as the kernel
+  counts: see ``RESOLUTION``.
 - seconds: the median over the repeats.
 - copy: the time of a plain memory copy of a rank's generation shard, on all ranks at once. ratio = seconds / copy.
 - gather: the usual way, beside it: every parameter is gathered whole on every rank, tensor by tensor, then cut.
@@ -29,10 +31,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.models.spec import ModelSpec
 from hybridflow.models.tables import hf_table
@@ -77,11 +82,13 @@ class Measured:
     received_norms: int
     peak: int
     limit: int
+    resident: int
+    resident_limit: int
     staged: int
     seconds: float
     copy_seconds: float
     gather_received: int
-    gather_peak: int
+    gather_resident: int
     gather_seconds: float
 
 
@@ -131,6 +138,16 @@ def added_memory(run: Callable[[], Tensors]) -> tuple[int, Tensors]:
         answer = run()
         grown.append(current().peak() - before)
     return int(statistics.median(grown)), answer
+
+
+def most_allocated(run: Callable[[], Tensors]) -> int:
+    """Bytes of tensors that are there at most while ``run`` runs, beside those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        answer = run()
+    del answer
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def median_seconds(repeats: int, run: Callable[[], object]) -> float:
@@ -209,12 +226,13 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
     traffic, gathered = list[Traffic](), list[int]()
     shard, targets = added_memory(lambda: {name: tensor.zero_() for name, tensor in empty().items()})
     del targets
-    peak, targets = added_memory(move)
+    resident, targets = added_memory(move)
     assert traffic[0].staged <= bucket
     check(targets)
     seconds = median_seconds(repeats, lambda: reshard(plan, sources, targets, dtype=dtype, group=group, share=share))
     del targets
-    gather_peak, targets = added_memory(move_whole)
+    peak = most_allocated(move)
+    gather_resident, targets = added_memory(move_whole)
     check(targets)
     gather_seconds = median_seconds(repeats, lambda: gather.run(sources, targets, dtype))
     flat = torch.ones(num_bytes(targets) // dtype.itemsize, dtype=dtype)
@@ -230,18 +248,20 @@ def measure(rank: int, name: str, dtype: torch.dtype, bucket: int, repeats: int,
         received=traffic[0].received - norms * dtype.itemsize,
         received_norms=norms * dtype.itemsize,
         peak=peak,
-        limit=shard + bucket,
+        limit=num_bytes(targets) + bucket,
+        resident=resident,
+        resident_limit=shard + bucket,
         staged=traffic[0].staged,
         seconds=seconds,
         copy_seconds=median_seconds(repeats, lambda: other.copy_(flat)),
         gather_received=gathered[0],
-        gather_peak=gather_peak,
+        gather_resident=gather_resident,
         gather_seconds=gather_seconds,
     )
 
 
 def report(name: str, dtype: torch.dtype, by_rank: list[Measured]) -> str:
-    """One line of the table; asserts that the received bytes are the formula's."""
+    """One line of the table; asserts that the received bytes are the formula's, and that memory keeps its limits."""
     layout = parse(name)
     t = layout.training
     matrices = sum(torch.Size(shape).numel() for tensor, shape in hf_table(SPEC).items() if "norm" not in tensor)
@@ -250,8 +270,10 @@ def report(name: str, dtype: torch.dtype, by_rank: list[Measured]) -> str:
     mean = Fraction(sum(m.received for m in by_rank), len(by_rank))
     assert mean == formula, f"{name}: {mean} bytes received a rank, the formula gives {formula}"
 
-    above = max(m.peak - m.limit for m in by_rank)
-    assert above < RESOLUTION, f"{name}: {above} bytes more than the generation shard and a bucket at the peak"
+    over = max(m.peak - m.limit for m in by_rank)
+    assert over <= 0, f"{name}: {over} bytes of tensors more than the generation shard and a bucket"
+    above = max(m.resident - m.resident_limit for m in by_rank)
+    assert above < RESOLUTION, f"{name}: {above} resident bytes more than the generation shard and a bucket"
 
     def largest(field: str) -> float:
         return max(getattr(m, field) for m in by_rank)
@@ -267,20 +289,21 @@ def report(name: str, dtype: torch.dtype, by_rank: list[Measured]) -> str:
             mb("received"),
             f"{largest('received_norms') / 1e3:.0f}",
             f"{mb('peak')} / {mb('limit')}",
+            mb("resident"),
             mb("staged"),
             f"{largest('seconds'):.3f}",
             f"{largest('seconds') / largest('copy_seconds'):.1f}",
             f"{mb('gather_received')}",
-            f"{mb('gather_peak')}",
+            f"{mb('gather_resident')}",
             f"{largest('gather_seconds'):.3f} |",
         ]
     )
 
 
 HEADER = """\
-| transition | dtype | received, MB (mean = formula) | (most) | norms, kB | peak / limit, MB | buffers, MB | seconds \
-| x copy | gather: received, MB | peak, MB | seconds |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+| transition | dtype | received, MB (mean = formula) | (most) | norms, kB | peak / limit, MB | resident, MB \
+| buffers, MB | seconds | x copy | gather: received, MB | resident, MB | seconds |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def run_rank(rank: int, world: int, store: str, names: list[str], arguments: argparse.Namespace) -> None:

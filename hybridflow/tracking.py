@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,8 +170,22 @@ class Tracker:
             self._rollouts.append({"step": step, "tag": tag, **row})
         self._rollouts.flush()
 
+    def settle(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Wait for what is written in the background: an exit callback, called while Ray still has the rows.
+
+        Raises:
+            RunFolderError, DataError: what went wrong. Only said where an error is on its way, which may be the reason.
+        """
+        try:
+            self._finish_writing()
+        except Exception as error:
+            if kind is None:
+                raise
+            self.say(f"warning: the samples or the timeline of the last step are not whole: {error}")
+
     def _finish_writing(self) -> None:
         written, self._written = self._written, []
+        wait(written)
         for each in written:
             each.result()
 

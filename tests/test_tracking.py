@@ -267,6 +267,19 @@ def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) 
     assert [row["step"] for row in run.rows()] == ([1, 2] if where == "the next step" else [1])
 
 
+def test_samples_that_cannot_be_written_do_not_hide_the_error_that_ends_the_run(tmp_path: Path) -> None:
+    unreadable = batch()
+    unreadable.non_tensor_batch["ground_truth"][0] = {"sum": math.inf}
+    run = Run(tmp_path)
+    with pytest.raises(RuntimeError, match="a process is gone"), contextlib.ExitStack() as stack:
+        tracker = stack.enter_context(run.tracker())
+        stack.push(tracker.settle)
+        tracker.log(1, {"reward/mean": 1}, unreadable)
+        raise RuntimeError("a process is gone")
+    assert "warning: the samples or the timeline of the last step are not whole: Out of range" in run.printed.getvalue()
+    assert [row["step"] for row in run.rows()] == [1]
+
+
 @pytest.mark.parametrize(
     ("file", "overrides"),
     [

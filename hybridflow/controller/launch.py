@@ -66,6 +66,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
         for group in groups.values():
             if isinstance(group, WorkerGroup):
                 group.setup()
+        stack.push(tracker.settle)
         run = Run(config, plan, groups, source, tracker, store)
         if resumed:
             run.restore(resumed[1])

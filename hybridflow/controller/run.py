@@ -9,12 +9,12 @@ the weight version is the number of the last finished step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.placement import AbsentRole, join_pools
 from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
-from hybridflow.errors import CheckpointError, ConfigError, nearest
+from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metrics
 from hybridflow.timing import Timer
@@ -93,6 +93,7 @@ class Run:
         self._reference_version = 0
         self._ahead: deque[Any] = deque()
         self._saved = self._synced = -1
+        self._evaluation_lost = False
 
     # -- the driver's side
 
@@ -104,8 +105,8 @@ class Run:
     ) -> Iterator[Any]:
         """The prompts of each training step, from where the run stands to ``config.steps``.
 
-        Evaluates before the first step, ends early at ``evaluate.stop_at`` or after Ctrl-C, and evaluates and saves
-        after the last one.
+        Evaluates before the first step, and after a resume what the step before it has lost; ends early at
+        ``evaluate.stop_at`` or after Ctrl-C; evaluates and saves after the last one.
 
         Args:
             start: called with the prompts of each step; what it returns is what the step is given. A call that does
@@ -120,6 +121,8 @@ class Run:
                 with self.timer("evaluate"):
                     found = self.evaluate()
                 self._log(found)
+            if self._evaluation_lost:
+                self._evaluate_late()
             while self.step < self.config.steps and not self.stop_reason:
                 self._begin(self.step + 1)
                 if isinstance(self._kl, AdaptiveKL):
@@ -146,7 +149,7 @@ class Run:
         absent = [f"not placed: {role}" for role in callable_roles if isinstance(self.groups[role], AbsentRole)]
         return "\n".join([self.plan.placement_table(nodes), *absent])
 
-    def timer(self, name: str) -> AbstractContextManager[Any]:
+    def timer(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Time one named part of the step."""
         return self._timer(name)
 
@@ -180,12 +183,18 @@ class Run:
         if self._due(self.config.checkpoint.every):
             with self.timer("save"):
                 self.save()
-        if "rollout_log_probs" in batch:
-            with self.timer("sync_weights"):
-                found |= self.sync_weights()
-        if self._due(self.config.evaluate.every):
-            with self.timer("evaluate"):
-                found |= self.evaluate()
+        try:
+            if "rollout_log_probs" in batch:
+                with self.timer("sync_weights"):
+                    found |= self.sync_weights()
+            if self._due(self.config.evaluate.every):
+                with self.timer("evaluate"):
+                    found |= self.evaluate()
+        except BaseException:
+            # The step is done all the same, and may be saved. The first error is the one to tell.
+            with contextlib.suppress(HybridFlowError):
+                self._log(found, batch)
+            raise
         self._log(found, batch)
 
     def sync_weights(self) -> dict[str, float]:
@@ -320,6 +329,14 @@ class Run:
             self._kl = replace(self._kl, coef=self.state.get(KL_COEF, self._kl.coef))
         self._saved = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
+        if folder.resolve().parent == self.store.root.resolve():
+            reported = self.tracker.reported(self.step)
+            self._evaluation_lost = self._due(self.config.evaluate.every) and "evaluate/accuracy" not in reported
+            if not reported:
+                self.tracker.say(
+                    f"warning: the run was killed after step {self.step} had been saved and before it was reported: "
+                    "its metrics, samples and timeline are lost."
+                )
         if changed := changed_settings(self.config, folder / "config.yaml"):
             self.tracker.say(f"settings that differ from those it was saved with: {', '.join(changed)}")
 
@@ -374,10 +391,7 @@ class Run:
         due = self.step > 0 and not self._due(self.config.evaluate.every)
         # A run that is resumed after its last step has been evaluated already.
         if due and not interrupted and "evaluate/accuracy" not in self.tracker.reported(self.step):
-            self._timer.flush()
-            found = self.evaluate()
-            if found:
-                self.tracker.log(self.step, found)
+            self._evaluate_late()
         if self._saved != self.step and self.step > 0:
             self.save()
         if interrupted and self.step == 0:
@@ -389,6 +403,12 @@ class Run:
             )
         elif self.stop_reason:
             self.tracker.say(f"Stopped after step {self.step}: {self.stop_reason}.")
+
+    def _evaluate_late(self) -> None:
+        """Add an evaluation to the row of a step that is over."""
+        self._timer.flush()
+        if found := self.evaluate():
+            self.tracker.log(self.step, found)
 
     def _log(self, metrics: Mapping[str, float], batch: DataProto | None = None) -> None:
         found = {**metrics, **self._timer.flush(), **self._take_spans()}

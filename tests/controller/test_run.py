@@ -63,6 +63,7 @@ def test_a_decaying_schedule_that_a_resume_rescales_is_warned_of(
     assert run.plan.updates == 1 and run.plan.rows == 256
     run.step = 1
     saved = run.save()
+    run.tracker.log(1, {})
     resumed, printed = run_of(tmp_path, "steps=10", "checkpoint.resume=auto", *resumed_with)
     resumed.restore(saved)
     assert resumed.step == 1
@@ -150,7 +151,10 @@ class Answers:
 
 
 class HeldOut:
-    """Ten held-out prompts."""
+    """Ten held-out prompts, and as many others as are asked for."""
+
+    def batch(self, start: int, count: int) -> DataProto:
+        return DataProto.from_dict({"prompts": DataProto.jagged([[1]] * count)})
 
     def held_out(self) -> DataProto:
         prompts = DataProto.jagged([[2, 3]] * 10)
@@ -163,8 +167,7 @@ def evaluated(folder: Path, accuracy: list[float], *overrides: str) -> tuple[Run
     answers.accuracy = list(accuracy)
     every = ["checkpoint.every=0", "checkpoint.keep=1", "tracking.rollouts_every=0"]
     run, _ = run_of(folder, *every, *overrides, groups={"rollout": answers, "reward": answers})
-    source: Any = HeldOut()
-    run.source = source
+    _streamed(run)
     while answers.accuracy and not run.stop_reason:
         run.tracker.log(run.step, run.evaluate())
         run.step += 1
@@ -193,6 +196,47 @@ def test_the_best_evaluations_checkpoint_is_kept(tmp_path: Path) -> None:
     assert [step for step, _ in run.store.checkpoints()] == [2, 4]
 
 
+@pytest.mark.parametrize("row", [None, {}, {"evaluate/accuracy": 0.25}])
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_a_killed_run_did_not_report_of_its_saved_step_is_evaluated_or_warned_of(
+    tmp_path: Path, row: dict[str, float] | None, every: int
+) -> None:
+    run, _ = run_of(tmp_path, "steps=10")
+    run.step = 1
+    saved = run.save()
+    if row is not None:
+        run.tracker.log(1, {"actor/loss": 3.0, **row})
+    answers = Answers()
+    answers.accuracy = [0.5]
+    given = [f"evaluate.every={every}", "checkpoint.every=0", "tracking.rollouts_every=0", "data.prompts_per_step=1"]
+    placed = {"rollout": answers, "reward": answers}
+    resumed, printed = run_of(tmp_path, "steps=10", "checkpoint.resume=auto", *given, groups=placed)
+    resumed.restore(saved)
+    next(iter(_streamed(resumed).steps()))
+    warning = "warning: the run was killed after step 1 had been saved and before it was reported: its metrics, "
+    assert (warning in printed.getvalue()) is (row is None)
+    late = every == 1 and not row
+    assert answers.accuracy == ([] if late else [0.5])
+    assert resumed.tracker.history("evaluate/accuracy") == ({1: 0.5} if late else {1: 0.25} if row else {})
+    assert resumed.tracker.history("actor/loss") == ({} if row is None else {1: 3.0})
+
+
+def test_a_step_whose_sync_or_evaluation_fails_is_reported_before_the_error(tmp_path: Path) -> None:
+    answers = Answers()
+    quiet = ["checkpoint.every=1", "evaluate.every=1", "tracking.rollouts_every=1"]
+    run, _ = run_of(tmp_path, *quiet, groups={"rollout": answers, "reward": answers})
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    tokens = {name: DataProto.jagged([torch.tensor([2, 3])]) for name in ("prompts", "responses")}
+    _streamed(run)._begin(1)
+    with pytest.raises(IndexError):  # there is no more accuracy
+        run.finish_step({"loss": 2.0}, DataProto.from_dict(tokens))
+    run.tracker.close()
+    assert run.store.latest() == (1, run.store.folder(1))
+    assert run.tracker.history("actor/loss") == {1: 2.0}
+    samples = (run.tracker.run_dir / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["response_ids"] for line in samples] == [[2, 3]]
+
+
 def test_a_metric_of_a_data_source_that_is_not_there_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'evaluate/reward/books': an evaluation has .*Known: .*evaluate/reward"):
         evaluated(tmp_path, [0.5], "evaluate.patience=1", "evaluate.metric=evaluate/reward/books")
@@ -213,14 +257,7 @@ def test_an_adapted_kl_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def _streamed(run: Run) -> Run:
-    class Prompts:
-        def batch(self, start: int, count: int) -> DataProto:
-            return DataProto.from_dict({"prompts": DataProto.jagged([[1]] * count)})
-
-        def held_out(self) -> DataProto:
-            return DataProto.from_dict({})
-
-    source: Any = Prompts()
+    source: Any = HeldOut()
     run.source = run.stream.source = source
     return run
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 from multiprocessing import current_process
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
@@ -29,14 +30,16 @@ from hybridflow.engines.megatron import cpu
 from hybridflow.engines.megatron.engine import MegatronEngine
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip
-from megatron.core.dist_checkpointing.strategies import torch as _  # isort: skip  # noqa: F401
+from megatron.core.dist_checkpointing.strategies import filesystem_async, torch as _  # isort: skip  # noqa: F401
 
 cpu.install()
 
 
 def save(engine: MegatronEngine, folder: str) -> None:
     """Write model and optimizer into ``folder``; all ranks call."""
-    current_process().daemon = False  # its writer starts processes, which a daemon may not
+    # Its writer forks processes, which a daemon may not; and would start another one for what they answer.
+    current_process().daemon = False
+    filesystem_async._results_queue = Queue()
     if dist.get_rank() == 0:
         Path(folder).mkdir()
     dist.barrier()
