@@ -8,7 +8,7 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     killed -> recovered                                     a device process killed in step 2, then resume
     dapo (1 device, 16 steps)                               dynamic sampling, a reward of two functions, learning
     apart, ahead (1 + 1 devices, 4 steps)                   a pool for generation: by turns, and one step ahead
-    half_way (1 + 1 devices, 6 steps)                       answers that go on over several updates
+    half_way (1 + 1 devices, 8 steps)                       answers that go on over several updates; ended twice
     remax (1 device, 12 steps), distill (1 + 1 devices, 14 steps), dpo (1 device, 12 steps)      learning
     ppo (2 devices, 14 steps), pieces (3 of its steps)      a critic, its warm-up, learning; other micro-batches
     split (1 + 1), standalone (1 + 1 + 1 + 1)               pieces again, with roles on pools of their own
@@ -288,14 +288,20 @@ def two_pools(start: Callable[..., Driver], four_steps: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="session")
 def half_way(start: Callable[..., Driver], four_steps: list[str]) -> Finished:
-    """Answers of three steps at once, of which less than two steps' are generated at a time; it is interrupted while
-    some are half-way, and goes on. Many tokens end an answer, so that random ones have many lengths."""
+    """Answers of three steps at once, of which less than two steps' are generated at a time. While some are half-way it
+    is interrupted, goes on, loses the rollout's process, and goes on. Many tokens end an answer, so that random ones
+    have many lengths."""
     lengths = ["rollout.max_tokens=24", f"rollout.stop_token_ids={[*range(100, 126)]}", "rollout.max_sequences=24"]
-    given = [*four_steps, *lengths, "name=half-way", "steps=6", "actor.optimizer.warmup_steps=0"]
+    given = [*four_steps, *lengths, "name=half-way", "steps=8", "actor.optimizer.warmup_steps=0"]
     first = start(ASYNC_GRPO, given)
     first.wait_for_step(2)
     first.interrupt()
     assert first.wait(timeout=60).code == 0
+    second = start(ASYNC_GRPO, given, "checkpoint.resume=auto")
+    second.wait_for_step(5)
+    rollout_process(second.descendants()).kill()
+    ended = second.wait(timeout=60)
+    assert ended.code == 1 and "the process is gone" in ended.err, ended.err
     return to_its_end(start(ASYNC_GRPO, given, "checkpoint.resume=auto"))
 
 
@@ -324,7 +330,7 @@ def killed(start: Callable[..., Driver], four_steps: list[str]) -> Killed:
     driver = start(GRPO, four_steps, "name=killed", "reward.options={seconds: 0.1}")
     driver.wait_for_step(1)
     processes = driver.descendants()
-    victim = device_process(processes)
+    victim = rollout_process(processes)
     started = time.monotonic()
     victim.kill()
     ended = driver.wait(timeout=60)
@@ -350,8 +356,7 @@ def continued(resumed: dict[str, Finished]) -> Finished:
     return resumed["continued"]
 
 
-def device_process(processes: list[psutil.Process]) -> psutil.Process:
-    """The process with the engines; the reward's is a device process too, but a small one."""
+def rollout_process(processes: list[psutil.Process]) -> psutil.Process:
+    """The device process with the rollout, and the actor where both share a pool: the largest one."""
     named = [process for process in processes if process.cmdline()[:1] and "ray::DeviceProcess" in process.cmdline()[0]]
-    assert len(named) == 2, [process.cmdline() for process in processes]
     return max(named, key=lambda process: process.memory_info().rss)
