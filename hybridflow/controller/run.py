@@ -35,7 +35,7 @@ from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
 from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nearest
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.meta import join_metrics
+from hybridflow.protocol.meta import join_metric, join_metrics
 from hybridflow.timing import Timer
 from hybridflow.tracking import Tracker, changed_settings, mismatch_above, save_config
 
@@ -205,22 +205,27 @@ class Run:
         """
         if not self.rollout or self._synced == self.step:
             return {}
-        reports = self._give_weights("rollout")
+        found = self._give_weights("rollout")
         self._synced = self.step
-        return join_metrics(reports)
+        return found
 
     def update_reference(self) -> None:
         """Let the reference take the actor's weights; checkpoints keep them from now on."""
         self._give_weights("reference")
         self._reference_version = self.step
 
-    def _give_weights(self, role: str) -> list[dict[str, float]]:
-        """The actor's weights to another role, whatever pools the two have; what every process reports."""
+    def _give_weights(self, role: str) -> dict[str, float]:
+        """The actor's weights to another role, whatever pools the two have; what the processes report, joined.
+
+        Of two pools one may report what the other does not, such as the memory of generation.
+        """
         if not self._apart[role]:
-            return self.groups[role].sync_weights(self.step)
+            return join_metrics(self.groups[role].sync_weights(self.step))
         sent = self.actor.send_weights(self.step, role, blocking=False)
         taken = self.groups[role].sync_weights(self.step, blocking=False)
-        return [report for side in together(sent, taken) for report in side]
+        sides = [join_metrics(side) for side in together(sent, taken)]
+        names = dict.fromkeys(name for side in sides for name in side)
+        return {name: join_metric(name, [side[name] for side in sides if name in side]) for name in names}
 
     def evaluate(self) -> dict[str, float]:
         """Score held-out prompts under the current weights; the samples go to ``rollouts.jsonl`` as ``evaluate``.

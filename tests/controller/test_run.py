@@ -26,6 +26,7 @@ from hybridflow.data.prompts import PromptSource
 from hybridflow.data.stream import PromptStream
 from hybridflow.errors import ConfigError
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.meta import Max, Sum
 from hybridflow.tracking import Tracker
 from tests.assets import overrides_for
 from tests.controller.conftest import group_on
@@ -235,6 +236,29 @@ def test_a_step_whose_sync_or_evaluation_fails_is_reported_before_the_error(tmp_
     assert run.tracker.history("actor/loss") == {1: 2.0}
     samples = (run.tracker.run_dir / "rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["response_ids"] for line in samples] == [[2, 3]]
+
+
+def test_what_one_of_two_pools_reports_of_a_sync_is_kept_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Side:
+        """One pool of two processes."""
+
+        def __init__(self, *reports: dict[str, float]) -> None:
+            self.reports = reports
+
+        def give(self, *_: Any, blocking: bool) -> tuple[dict[str, float], ...]:
+            assert not blocking
+            return self.reports
+
+        send_weights = sync_weights = give
+
+    sent = Side({"sync/bytes": Sum(0), "sync/seconds": Max(2.0)}, {"sync/bytes": Sum(0), "sync/seconds": Max(1.0)})
+    taken = Side(*({"sync/bytes": Sum(8), "sync/seconds": Max(1.5), "memory/rss_gb": Max(gb)} for gb in (3.0, 4.0)))
+    run, _ = run_of(tmp_path, groups={"actor": sent, "rollout": taken})
+    run._apart["rollout"] = True
+    monkeypatch.setattr("hybridflow.controller.run.together", lambda *sides: list(sides))
+    assert run.sync_weights() == {"sync/bytes": 16, "sync/seconds": 2.0, "memory/rss_gb": 4.0}
 
 
 def test_a_metric_of_a_data_source_that_is_not_there_is_told_the_known_ones(tmp_path: Path) -> None:

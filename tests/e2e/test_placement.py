@@ -22,6 +22,7 @@ def test_a_pool_of_its_own_for_the_rollout_changes_no_answer_and_no_update(
     apart = two_pools["apart"]
     assert rows_of(apart.run_dir / "rollouts.jsonl") == rows_of(straight.run_dir / "rollouts.jsonl")
     found, expected = metrics_of(apart.run_dir), metrics_of(straight.run_dir)
+    assert not any("not_finite" in row for row in found.values())
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout_vs_trainer/max_diff"):
         assert [found[step][name] for step in STEPS] == [expected[step][name] for step in STEPS], name
     assert all(found[step]["actor/grad_norm"] > 0 and found[step]["rollout/staleness_max"] == 0 for step in STEPS)
