@@ -22,9 +22,8 @@ from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import Registration
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one rank says to one call: a value, or the error.
+class Answer(NamedTuple):
+    """What one rank says to one call: a value, or the error. It travels as a plain tuple.
 
     Attributes:
         measured: when the rank began and ended, by :func:`hybridflow.timing.now`, and the most bytes it held in
@@ -138,7 +137,7 @@ class Later:
         Raises:
             ArgumentFailed: where one of them is an error.
         """
-        own = [opened(answers[place]) for place in self.answers]
+        own = [Answer(*opened(answers[place])) for place in self.answers]
         for answer in own:
             if answer.error is not None:
                 raise ArgumentFailed(answer.error)

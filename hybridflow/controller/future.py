@@ -33,7 +33,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset", "Broken pipe", "D
 _LOST_PEER_WAIT = 5.0
 """Seconds to wait for Ray's word on a dead process after a rank has lost its peer."""
 
-_TOGETHER = 0.02
+_TOGETHER = 0.1
 """Seconds to wait for the answers of all ranks before those that are there are taken."""
 
 _ALIKE_WAIT = 1.0
@@ -185,7 +185,7 @@ class DataFuture:
     def _opened(self, answer: Message, rank: int) -> Answer:
         call = self._invocation
         try:
-            return held(opened(answer))
+            return Answer(*held(opened(answer)))
         except Exception as error:
             cause = f"its value cannot be read on the driver: {type(error).__name__}: {error}"
             return Answer(error=WorkerError(call.role, rank, call.method, call.step, cause))

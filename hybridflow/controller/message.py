@@ -16,6 +16,7 @@ import ray
 from ray import cloudpickle
 
 from hybridflow.controller.store import Address, Stored, address_of, reference, this_node
+from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.parcel import INLINE_BYTES, inline_or
 from hybridflow.protocol.remote import Handle, Part
@@ -35,7 +36,8 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
         made: references to what is put in the store are added to it.
 
     Raises:
-        DataError: a column of a batch came from another process and has been written to in place.
+        DataError: a column of a batch came from another process and has been written to in place, or has a cell that
+            cannot be pickled.
     """
 
     def put(column: str, part: Part) -> Handle:
@@ -45,7 +47,13 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
                 made.append(ref)
             return Stored(address_of(ref), column, origin, this_node(), ref)
 
-        return inline_or(store, part)
+        try:
+            return inline_or(store, part, cloudpickle.dumps)  # classes and functions of a script travel by value
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"column {column!r} of {origin} has a cell that cannot be sent to another process "
+                f"({type(error).__name__}: {error}). Keep what can be pickled, or leave the column out with select."
+            ) from error
 
     return pack(value, lambda part: part.parcel(put, origin) if isinstance(part, DataProto) else part)
 

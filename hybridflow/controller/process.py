@@ -183,7 +183,7 @@ class DeviceProcess:
             context = WorkerContext(role, self.rank, layout, config, self.peers, self.pool, self.platform, self.phases)
             self.roles[role] = load_class(worker)(context)
 
-        return message(self._answer(role, "create", None, construct))
+        return message(tuple(self._answer(role, "create", None, construct)))
 
     def call(self, request: Message, *answers: Message) -> Message:
         """Run one method.
@@ -193,14 +193,14 @@ class DeviceProcess:
             answers: of the calls whose values it takes; Ray delivers the request when they are there.
 
         Returns:
-            An :class:`Answer`.
+            An :class:`Answer`, as a message.
         """
         role, method, step, wanted, failures, share = Request(*opened(request))
         self._known_failures = failures
         refused, why = self._refused
         if failures <= refused:
             cause = f"not run, because {why}"
-            return message(Answer(error=WorkerError(role, self.rank, method, step, cause)))
+            return message(tuple(Answer(error=WorkerError(role, self.rank, method, step, cause))))
         made: list[Any] = []
         borrowed: list[Borrowed] = []
 
@@ -216,12 +216,12 @@ class DeviceProcess:
 
         try:
             answer = self._answer(role, method, step, run)
-            ready = message(answer, made)
+            ready = message(tuple(answer), made)
         except ArgumentFailed as failed:
-            return message(Answer(error=failed.error))
+            return message(tuple(Answer(error=failed.error)))
         except Exception as error:  # a value that cannot be sent
             answer = Answer(error=WorkerError(role, self.rank, method, step, *describe_exception(error)))
-            ready = message(answer)
+            ready = message(tuple(answer))
         if answer.error is not None:
             self._refused = failures, f"{role}.{method}, queued before it, failed on this rank"
         del answer

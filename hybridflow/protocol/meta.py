@@ -18,6 +18,7 @@ from typing import Any
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.columns import same_value, short
+from hybridflow.protocol.serialize import CONSTANTS
 
 METRICS = "metrics"
 
@@ -63,9 +64,6 @@ def merge(method: str, parts: Sequence[Mapping[str, Any]], collect_metrics: bool
     return copied(merged)
 
 
-_CONSTANTS = (str, int, float, bool, bytes, type(None))
-
-
 def copied(meta_info: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of a ``meta_info``.
 
@@ -90,7 +88,7 @@ def copied(meta_info: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     """Quick where dicts, lists and tuples hold numbers and strings, as in almost every ``meta_info``."""
     kind = type(value)
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return value
     if kind is dict:
         return {key: _copied(part) for key, part in value.items()}

@@ -19,7 +19,7 @@ from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged
 from hybridflow.protocol.remote import Column, Handle, Inline, Part, Piece
 from hybridflow.protocol.rows import Rows
-from hybridflow.protocol.serialize import PackedBytes, pack
+from hybridflow.protocol.serialize import PackedBytes, pack, raw_bytes
 
 INLINE_BYTES = 64 * 1024
 """Up to this size a part of a column travels in the message: cheaper than an entry in an object store."""
@@ -64,14 +64,18 @@ def _portable(key: str, block: Block, put: Put) -> Piece:
     return Piece(put(key, block.detach().cpu()), None, len(block))
 
 
-def inline_or(store: Callable[[Any], Handle], part: Part) -> Handle:
-    """A small part as :class:`Inline`; another in ``store``, which gets an object that unpickles as the part."""
+def inline_or(store: Callable[[Any], Handle], part: Part, dumps: Callable[..., bytes] = pickle.dumps) -> Handle:
+    """A small part as :class:`Inline`; another in ``store``, which gets an object that unpickles as the part.
+
+    Args:
+        dumps: pickles cells.
+    """
     if isinstance(part, torch.Tensor):
-        return Inline(pickle.dumps(pack(part), protocol=5)) if part.nbytes <= INLINE_BYTES else store(pack(part))
-    try:
-        data = pickle.dumps(pack(part), protocol=5)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return store(pack(part))  # cells of a class or function that only the store's own pickler knows
+        if part.nbytes > INLINE_BYTES:
+            return store(pack(part))
+        raw, dtype, shape = raw_bytes(part)
+        return Inline(raw.tobytes(), dtype, shape)
+    data = dumps(pack(part), protocol=5)
     return Inline(data) if len(data) <= INLINE_BYTES else store(PackedBytes(data))
 
 
@@ -107,7 +111,7 @@ def _table(columns: dict[str, Column]) -> tuple[Any, ...]:
         place = len(rows), (column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index)
         number, _ = rows.setdefault(id(column.rows), place)
         kind = kinds.setdefault(column.signature, len(kinds))
-        pieces = tuple((piece.size, *map(_sent, piece.handles)) for piece in column.pieces)
+        pieces = tuple((piece.size, *(handle.__reduce__() for handle in piece.handles)) for piece in column.pieces)
         entries.append((key, kind, number, pieces))
     shown = [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds]
     return [entry for _, entry in rows.values()], shown, entries
@@ -126,16 +130,6 @@ def open_parcel(rows: list[Any], kinds: list[Any], entries: list[Any], meta_info
     return DataProto._of(columns, meta_info)
 
 
-def _sent(handle: Handle) -> Any:
-    return handle.data if isinstance(handle, Inline) else handle.__reduce__()
-
-
-def _handle(sent: Any) -> Handle:
-    if isinstance(sent, bytes):
-        return Inline(sent)
-    kind, arguments = sent
-    return kind(*arguments)
-
-
-def _piece(size: int, data: Any, lengths: Any = None) -> Piece:
-    return Piece(_handle(data), None if lengths is None else _handle(lengths), size)
+def _piece(size: int, *handles: tuple[type[Handle], tuple[Any, ...]]) -> Piece:
+    data, *lengths = (kind(*arguments) for kind, arguments in handles)
+    return Piece(data, lengths[0] if lengths else None, size)

@@ -24,6 +24,7 @@ from hybridflow.protocol import columns as col
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged, is_jagged
 from hybridflow.protocol.rows import Rows
+from hybridflow.protocol.serialize import restore_tensor
 
 Part = torch.Tensor | np.ndarray
 """What one handle stands for: dense rows, the values or the lengths of jagged rows, or cells."""
@@ -106,23 +107,28 @@ class Local(Handle):
 
 
 class Inline(Handle):
-    """A part as its pickle, which travels with the handle and is not read before somebody wants the rows."""
+    """A part as bytes, which travel with the handle and are not read before somebody wants the rows.
 
-    __slots__ = ("data",)
+    Args:
+        data: a tensor's elements, or a pickle of cells.
+        dtype, shape: of the tensor; of cells the name is empty.
+    """
 
-    def __init__(self, data: bytes) -> None:
+    __slots__ = ("data", "dtype", "shape")
+
+    def __init__(self, data: bytes, dtype: str = "", shape: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.data = data
+        self.data, self.dtype, self.shape = data, dtype, shape
 
     @property
     def size_sent(self) -> int:
         return len(self.data)
 
     def load(self) -> Part:
-        return pickle.loads(self.data)
+        return restore_tensor(self.data, self.dtype, self.shape) if self.dtype else pickle.loads(self.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inline, (self.data,)
+        return Inline, (self.data, self.dtype, self.shape)
 
 
 def version_of(part: Part | Jagged) -> int:
@@ -178,12 +184,16 @@ class Piece:
 
     @property
     def is_portable(self) -> bool:
-        return all(handle.portable for handle in self.handles)
+        return self.data.portable and (self.lengths is None or self.lengths.portable)
+
+    @property
+    def fetched(self) -> bool:
+        return self.data.fetched and (self.lengths is None or self.lengths.fetched)
 
     def block(self) -> Block:
         """All rows of the piece, fetched."""
-        data, *lengths = (handle.fetch() for handle in self.handles)
-        return Jagged(data, lengths[0]) if lengths else data  # type: ignore[arg-type]
+        data: Any = self.data.fetch()
+        return data if self.lengths is None else Jagged(data, self.lengths.fetch())  # type: ignore[arg-type]
 
 
 class Column:
@@ -264,6 +274,8 @@ class Column:
         return block
 
     def _assembled(self) -> Block:
+        if len(self.pieces) == 1 and self.pieces[0].fetched and self.rows.is_whole():
+            return self.pieces[0].block()
         # What is made in inference mode could not be used for training afterwards.
         with torch.inference_mode(False):
             parts: Any = iter(fetch_all(self.handles))
@@ -303,8 +315,9 @@ class Column:
         """Whether rows that another process made have been written to in place in this one."""
         if self._block is not None and not self.is_local and version_of(self._block) != self._version:
             return True
-        for piece in self.pieces:  # asked often: a loop takes a third of the time of any()
-            if piece.data.was_written or (piece.lengths is not None and piece.lengths.was_written):
+        for piece in self.pieces:  # asked often, and most often nothing has been fetched
+            data, lengths = piece.data, piece.lengths
+            if (data._part is not None and data.was_written) or (lengths is not None and lengths.was_written):
                 return True
         return False
 
@@ -388,6 +401,8 @@ def assemble(kind: Signature, blocks: Sequence[Block], rows: Rows) -> Block:
     """The named rows of blocks laid one after another."""
     if not blocks:
         return col.empty_block(kind)
+    if rows.is_whole():
+        return col.concat_blocks(blocks)
     if len(blocks) == 1:
         return col.take_rows(blocks[0], rows.index)
     # Rows that jump between blocks are taken from all blocks joined; a few long stretches from each block by itself.

@@ -32,6 +32,9 @@ MAGIC = b"HFDATA01"
 ALIGNMENT = 64
 _NUMBER = 8
 
+CONSTANTS = frozenset({str, int, float, bool, bytes, type(None)})
+"""Types whose values hold no others and never change."""
+
 
 class PackedTensor:
     """Stands for a dense or nested tensor, or a Jagged, in a pickle; unpickles as the same."""
@@ -49,11 +52,8 @@ class PackedTensor:
             return Jagged, (PackedTensor(self.tensor.values), PackedTensor(self.tensor.lengths))
         if is_jagged(self.tensor):
             return Jagged.nested, (PackedTensor(Jagged.of(self.tensor)),)
-        tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # A single element may keep any stride, even where the tensor is contiguous, and view() wants 1.
-        raw: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-        buffer = pickle.PickleBuffer(raw) if protocol >= 5 and raw.size else raw.tobytes()
-        return restore_tensor, (buffer, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        raw, *how = raw_bytes(self.tensor)
+        return restore_tensor, (pickle.PickleBuffer(raw) if protocol >= 5 and raw.size else raw.tobytes(), *how)
 
 
 class PackedBytes:
@@ -64,6 +64,14 @@ class PackedBytes:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return pickle.loads, (pickle.PickleBuffer(self.data) if protocol >= 5 else self.data,)
+
+
+def raw_bytes(tensor: torch.Tensor) -> tuple[Any, str, tuple[int, ...]]:
+    """The elements of a dense tensor as a uint8 array, in place where it can be; its dtype's name and its shape."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element may keep any stride, even where the tensor is contiguous, and view() wants 1.
+    raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return raw, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -80,13 +88,15 @@ def pack(value: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Any:
     as they are; a tensor that occurs twice is wrapped once. Tensors inside of other objects are left to those objects.
 
     Args:
-        wrap: what to do with an object that is neither a tensor nor such a container.
+        wrap: what to do with an object that is neither a tensor nor such a container, nor of :data:`CONSTANTS`.
     """
     return _pack(value, wrap, {}, set())
 
 
 def _pack(value: Any, wrap: Callable[[Any], Any], packed: dict[int, Any], open_ids: set[int]) -> Any:
     """``packed`` maps ids to results; ``open_ids`` are of the containers above this value."""
+    if type(value) in CONSTANTS:
+        return value
     if isinstance(value, (torch.Tensor, Jagged)):
         plain = isinstance(value, Jagged) or is_jagged(value) or _is_strided(value)
         return packed.setdefault(id(value), PackedTensor(value)) if plain else value
@@ -105,6 +115,8 @@ def _pack(value: Any, wrap: Callable[[Any], Any], packed: dict[int, Any], open_i
 
 def cells_of(value: Any) -> Sequence[Any] | None:
     """What a container holds: a list, tuple, dict, dataclass or object array; None for any other value."""
+    if type(value) in CONSTANTS:
+        return None
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, np.ndarray):

@@ -343,6 +343,8 @@ def _unpad(call: Call, dispatch: Dispatch, rank: int, output: DataProto) -> Data
     rows, padded = (len(dispatch.rows[rank]), dispatch.padded[rank]) if dispatch.rows else (1, 0)
     if padded == rows:
         return None
+    if not padded and PADDED_ROWS not in output.meta_info:
+        return output
     keep = len(output)
     if padded:
         # A method may return several rows for each row it got (samples of one prompt), next to one another.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,8 @@ import torch
 from hybridflow.controller.message import message, opened, packed, shared, size_of, unshared
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.store import address_of
+from hybridflow.errors import DataError
+from hybridflow.protocol.data import DataProto
 from tests.controller.conftest import group_on
 from tests.controller.rows import RowWorker
 
@@ -51,3 +57,26 @@ def test_large_arguments_are_put_once_for_all_the_ranks_that_share_them(pool: Re
     assert first is second and first == address_of(put[0]) and torch.equal(unshared(first)[0], large[0])
     assert shared([ready]) == ([ready], []) and shared([small] * 2) == ([small] * 2, [])
     assert group_on(pool, "maker", RowWorker).total(large) == [1_000_000.0, 1_000_000.0]
+
+
+def test_cells_of_a_class_of_the_drivers_script_arrive_elsewhere(tmp_path: Path) -> None:
+    script = tmp_path / "drive.py"
+    script.write_text(
+        "import sys\n"
+        "from hybridflow.controller.message import message, packed\n"
+        "from hybridflow.protocol.data import DataProto\n"
+        "class Found:\n"
+        "    def __init__(self, value): self.value = value\n"
+        "cells = DataProto(non_tensor_batch={'found': [Found(1), Found(2)], 'twice': [lambda x: 2 * x] * 2})\n"
+        "sys.stdout.buffer.write(message(packed([cells], 'the arguments of a call')))\n"
+    )
+    sent = subprocess.run([sys.executable, str(script)], capture_output=True, check=True).stdout
+    (batch,) = opened(sent)
+    assert [cell.value for cell in batch["found"]] == [1, 2]
+    assert [cell(3) for cell in batch["twice"]] == [6, 6]
+
+
+def test_a_cell_that_cannot_be_sent_is_named_with_its_column() -> None:
+    batch = DataProto(non_tensor_batch={"lock": [threading.Lock()]})
+    with pytest.raises(DataError, match="^column 'lock' of the arguments of actor.update has a cell that"):
+        packed([batch], "the arguments of actor.update")

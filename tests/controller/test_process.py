@@ -27,14 +27,14 @@ def process(ray_session: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devic
         monkeypatch.setenv(name, os.environ.get(name, ""))
     before, threads = signal.getsignal(INTERRUPT), torch.get_num_threads()
     found = DeviceProcess("here", 0, CPU, threads)
-    assert opened(found.create("echo", Echo, ParallelLayout(), RunConfig(name="test"))).error is None
+    assert Answer(*opened(found.create("echo", Echo, ParallelLayout(), RunConfig(name="test")))).error is None
     yield found
     signal.signal(INTERRUPT, before)
 
 
 def call(process: DeviceProcess, failures: int) -> Answer:
     request = Request("echo", "nap", None, True, failures, message(((0.0,), {})))
-    return opened(process.call(message(tuple(request))))
+    return Answer(*opened(process.call(message(tuple(request)))))
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_run(process: DeviceProcess):
