@@ -1,6 +1,7 @@
 """``hybridflow bench``: sweeps of a driver's settings, each point a run of its own that is measured from its files.
 
-Where it stands: beside the command line; it starts drivers as a user would and imports nothing of theirs. Its folder:
+Where it stands: beside the command line, which has refused unknown settings of a driver before; it starts drivers as a
+user would and imports nothing of theirs. Its folder:
 
     points/<id>.json    the row of one point, written when it has ended, failed or not
     runs/<id>/          its run; printed.txt is what it said

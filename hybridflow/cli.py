@@ -115,8 +115,14 @@ def _bench(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     settings = bench.Settings(
         options.out, options.steps, options.warm_up, options.timeout, options.peak_tflops, options.retry
     )
+    points = bench.points_of(drivers, overrides)
+    loaded = {script: load_driver(script) for script in drivers}
+    for point in points:  # an unknown setting would cost a process for each of them
+        driver = loaded[point.driver]
+        composed = compose(driver.config_name, [*bench.QUIET, *point.overrides], driver.schema)
+        typed(composed, driver.schema, driver.config_name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended too
-    rows = bench.bench(bench.points_of(drivers, overrides), settings)
+    rows = bench.bench(points, settings)
     failed = sum(row["status"] != "done" for row in rows)
     print(f"{len(rows)} points, {failed} failed: {options.out / 'results.csv'}, {options.out / 'report.html'}")
 
@@ -135,7 +141,7 @@ def load_driver(script: str) -> Driver:
     try:
         module = import_file(where)
     except NotThere as reason:
-        raise ConfigError(f"hybridflow check {script}: {reason}") from reason.__cause__
+        raise ConfigError(f"{script}: {reason}") from reason.__cause__
     found: dict[str, Any] = {key: value for key, value in vars(module).items() if hasattr(value, "config_name")}
     own = {key: value for key, value in found.items() if value.__module__ == module.__name__}
     if not own:
@@ -143,7 +149,7 @@ def load_driver(script: str) -> Driver:
             f"{script} has no driver: put @hybridflow.driver(config_name, Schema) above its main(config)."
         )
     if wanted not in own and (wanted or len(own) > 1):
-        raise ConfigError(f"hybridflow check {script}: name a driver, as in {where}:NAME.{nearest(wanted, own)}")
+        raise ConfigError(f"{script}: name a driver, as in {where}:NAME.{nearest(wanted, own)}")
     return own[wanted or next(iter(own))]
 
 

@@ -8,13 +8,13 @@
 # environment:
 #   ON        how a command is run on a host; default ssh
 #   PORT      of the head; default 6379
-#   RAY       the command; default .venv/bin/ray of this folder
+#   RAY       path of the command; default .venv/bin/ray of this folder
 #   HEAD_ARGS, NODE_ARGS   more arguments for `ray start`, such as --num-cpus=8
 #   FORWARD   names of variables that the hosts' processes get too; default those of Hugging Face, NCCL and gloo
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")/.." && pwd)
-ON=${ON:-ssh} PORT=${PORT:-6379} RAY=${RAY:-$here/.venv/bin/ray} HEAD_ARGS=${HEAD_ARGS:-} NODE_ARGS=${NODE_ARGS:-}
+ON=${ON:-ssh} PORT=${PORT:-6379} RAY=$(printf %q "${RAY:-$here/.venv/bin/ray}") HEAD_ARGS=${HEAD_ARGS:-} NODE_ARGS=${NODE_ARGS:-}
 FORWARD=${FORWARD:-PYTHONPATH HF_HOME HF_HUB_OFFLINE NCCL_SOCKET_IFNAME NCCL_IB_HCA GLOO_SOCKET_IFNAME}
 
 usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }

@@ -18,29 +18,39 @@ from hybridflow.errors import ConfigError
 from hybridflow.report.page import html
 from tests.test_cli import code_of
 
-# Writes what a driver would, without training: `data.prompts_per_step` decides whether it fails.
+# Writes what a run would, without training: `data.prompts_per_step` decides whether it fails.
 DRIVER = """
-import json, sys
+import json
 from pathlib import Path
 
-given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-if given["data.prompts_per_step"] == "13":
-    sys.exit("error: data.prompts_per_step=13: bad luck.")
-with open({calls!r}, "a") as file:
-    file.write(given["name"] + "\\n")
-folder = Path(given["runs_dir"]) / given["name"]
-rows = [
-    {{"step": n, "time/step": 100.0 if n < 3 else 2.0, "time/generate": 1.5, "throughput/tokens_per_second": 40.0,
-      "sync/bytes": 10.0, "phase/training/seconds": 0.25, "phase/generation/seconds": 0.5,
-      "memory/actor_peak_gb": n / 4}}
-    for n in range(1, int(given["steps"]) + 1)
-]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-config = {{"model": {{"path": {model!r}}}, "rollout": {{"n": 2}}, "data": {{"prompts_per_step": 4}},
-           "pools": {{"train": {{"devices": [2]}}, "cpu": {{"devices": [1], "kind": "cpu"}}}},
-           "roles": {{"actor": {{"pool": "train"}}, "rollout": {{"pool": "train"}}, "reference": None}},
-           "actor": {{"epochs": 1, "loss": {{"old_log_probs": "log_probs"}}}}}}
-(folder / "config.yaml").write_text(json.dumps(config))
+import hybridflow
+from hybridflow.config import GRPOConfig
+from hybridflow.errors import ConfigError
+
+
+@hybridflow.driver("grpo", GRPOConfig)
+def main(config):
+    if config.data.prompts_per_step == 13:
+        raise ConfigError("data.prompts_per_step=13: bad luck.")
+    with open({calls!r}, "a") as file:
+        file.write(config.name + "\\n")
+    folder = Path(config.runs_dir) / config.name
+    rows = [
+        {{"step": n, "time/step": 100.0 if n < 3 else 2.0, "time/generate": 1.5, "throughput/tokens_per_second": 40.0,
+          "sync/bytes": 10.0, "phase/training/seconds": 0.25, "phase/generation/seconds": 0.5,
+          "memory/actor_peak_gb": n / 4}}
+        for n in range(1, config.steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    written = {{"model": {{"path": {model!r}}}, "rollout": {{"n": 2}}, "data": {{"prompts_per_step": 4}},
+               "pools": {{"train": {{"devices": [2]}}, "cpu": {{"devices": [1], "kind": "cpu"}}}},
+               "roles": {{"actor": {{"pool": "train"}}, "rollout": {{"pool": "train"}}, "reference": None}},
+               "actor": {{"epochs": 1, "loss": {{"old_log_probs": "log_probs"}}}}}}
+    (folder / "config.yaml").write_text(json.dumps(written))
+
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -82,7 +92,7 @@ def test_a_failing_point_is_recorded_and_the_rest_goes_on_from_where_it_stopped(
     command = ["bench", str(driver), "--out", str(tmp_path / "out"), "--steps", "4", "--peak-tflops", "0.001"]
     main([*command, "data.prompts_per_step=13,4"])
     printed = capsys.readouterr().out
-    assert "failed: exit code 1: error: data.prompts_per_step=13: bad luck.\n" in printed
+    assert "failed: exit code 2: error: data.prompts_per_step=13: bad luck.\n" in printed
     assert printed.endswith(f"2 points, 1 failed: {tmp_path}/out/results.csv, {tmp_path}/out/report.html\n")
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = {row["data.prompts_per_step"]: row for row in csv.DictReader(file)}
@@ -108,7 +118,10 @@ def test_a_point_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_a_sweep_that_is_ended_takes_its_run_along(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+        "import os, time, hybridflow\nfrom hybridflow.config import GRPOConfig\n"
+        '@hybridflow.driver("grpo", GRPOConfig)\ndef main(config):\n'
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+        'if __name__ == "__main__":\n    main()\n'
     )
     command = [sys.executable, "-m", "hybridflow.cli", "bench", str(tmp_path / "slow.py"), "--out", str(tmp_path / "o")]
     sweep = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -144,12 +157,16 @@ def test_the_numbers_of_a_point_are_those_after_its_warm_up(driver: Path, tmp_pa
     ("arguments", "message"),
     [
         (["--steps", "0", "examples/grpo.py"], "--steps 0: has to be at least 1."),
+        (["examples/grpo.py", "rollout.nn=1,2"], "there is no setting 'rollout.nn': 'nn' is unknown in 'rollout'."),
+        (["examples/grpo.py", "rollout.n=1,many"], "rollout.n=many has the wrong type: expected integer."),
+        (["tests/assets.py", "rollout.n=1,2"], "tests/assets.py has no driver: put @hybridflow.driver"),
         (["rollout.n=1,2"], "name a driver: hybridflow bench examples/grpo.py --out runs/bench rollout.n=4,8."),
     ],
 )
 def test_wrong_use_is_told(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert code_of("bench", "--out", str(tmp_path), *arguments) == 2
     assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "no point has been run"
 
 
 def test_the_page_of_a_sweep_asks_for_nothing() -> None:

@@ -127,6 +127,12 @@ def test_check_of_a_file_that_is_no_driver_is_told(
         (["chekc"], 2, "invalid choice"),
         ([], 2, "COMMAND"),
         (["summary", "no/where"], 1, "no/where/metrics.jsonl does not exist"),
+        (
+            ["report", "tests"],
+            1,
+            "tests/metrics.jsonl does not exist. Give the folder of a run, such as runs/grpo-tiny.",
+        ),
+        (["report", "README.md"], 1, "README.md/metrics.jsonl does not exist. Give the folder of a run"),
     ],
 )
 def test_wrong_use_is_told(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -13,7 +13,7 @@ Conventions, the same everywhere:
 - Masked tokens inside a row (a tool's output) are skipped: returns, values and advantages are carried over them, and
   nothing is bootstrapped from padding.
 - A score or reward that is not finite says that the reward failed: its row gets 0 and is left out of every mean,
-  deviation and baseline.
+  deviation and baseline. What models compute (values, log_probs) has to be finite where the mask is True.
 - A group of constant scores gives exactly 0. A group of one gives 0, or with ``single="raw"`` its score.
 - Standard deviations are unbiased (n - 1).
 
@@ -28,7 +28,7 @@ import torch
 
 from hybridflow.algorithms.distill import distill, hybrid
 from hybridflow.algorithms.evaluation import pass_at_k as unbiased_pass_at_k
-from hybridflow.algorithms.masked import GroupScores, check_batch, check_labels, check_rows, whitened
+from hybridflow.algorithms.masked import GroupScores, check_batch, check_finite, check_labels, check_rows, whitened
 from hybridflow.errors import DataError
 
 Estimate = tuple[torch.Tensor, torch.Tensor]
@@ -85,6 +85,7 @@ def gae(
         mask: [B, T] bool.
     """
     check_batch(mask, rewards=rewards, values=values)
+    check_finite(mask, values=values)
     failed = _failed(rewards, mask)
     usable = mask & ~failed[:, None]
     r, v = torch.where(usable, rewards, 0.0).double(), torch.where(mask, values, 0.0).double()

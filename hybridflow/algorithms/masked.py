@@ -32,6 +32,25 @@ def check_tokens(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
             )
 
 
+def check_finite(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """Check what a model has computed, [B, T] of the mask's shape: one number that is none would spread over a batch.
+
+    Rewards are another matter: one that is not finite has failed, and its row is left out.
+
+    Raises:
+        DataError: names the tensor, the row, the token and the value.
+    """
+    for name, tensor in tensors.items():
+        bad = mask & ~tensor.isfinite()
+        if bad.any():
+            row, token = bad.nonzero()[0].tolist()
+            raise DataError(
+                f"{name} of row {row} is {tensor[row, token].item()} at token {token}, and {int(bad.sum())} of "
+                f"{int(mask.sum())} tokens are not finite: the weights that it was computed with are not, or overflow. "
+                f"Look at the loss and the gradient norm of the last updates, and go on from an earlier checkpoint."
+            )
+
+
 def check_rows(mask: torch.Tensor, **tensors: torch.Tensor) -> None:
     """Check tensors [B] against the rows of a mask [B, T].
 

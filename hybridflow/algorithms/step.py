@@ -19,6 +19,7 @@ from hybridflow.algorithms.correction import correct
 from hybridflow.algorithms.filters import overlong_penalty, without_overlong
 from hybridflow.algorithms.kl import KINDS, penalised
 from hybridflow.algorithms.losses import find_loss, select_clip_cov, select_kl_cov
+from hybridflow.algorithms.masked import check_finite
 from hybridflow.config import RLConfig, RunConfig
 from hybridflow.errors import ConfigError, DataError, nearest
 from hybridflow.importing import named, parameters_of
@@ -29,6 +30,8 @@ KL_COEF = "kl_coef"
 COLUMNS = {"scores": "rewards", "groups": "group_ids", "baseline_scores": "baseline_rewards"}
 """Arguments of estimators that are columns under another name."""
 STEP_SCORES = "step_scores"
+OF_MODELS = ("values", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs")
+"""Token columns that models compute."""
 SETTINGS = (
     *("normalize_std", "eps", "single", "gamma", "lam", "whiten", "k"),
     *("lambda_rl", "lambda_opd", "opd_clip"),
@@ -114,7 +117,10 @@ class _Columns:
             raise DataError(
                 f"{name}: row {row} has {int(lengths[row])} entries for {int(self.lengths[row])} response tokens."
             )
-        return self.batch.to_padded(name)
+        padded = self.batch.to_padded(name)
+        if name in OF_MODELS:
+            check_finite(self.mask, **{name: padded})
+        return padded
 
     def cells(self, name: str) -> Any:
         """A column of one cell a row."""

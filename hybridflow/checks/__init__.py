@@ -1,9 +1,9 @@
 """Every rule that settings have to keep together, checked before anything starts, and the plan that follows from them.
 
-Where it stands: between the typed configuration and :func:`hybridflow.launch`. Pure: reads files, starts nothing,
-imports neither ray, torch, vllm nor megatron. The invariant: what passes here fails later only for reasons that
-settings do not show (a machine without memory, a broken row); and all problems are reported at once, each with field,
-value, rule and fix.
+Where it stands: between the typed configuration and :func:`hybridflow.launch`. It reads files, makes an empty folder
+for a moment where one has to be written to, and starts nothing; it imports neither ray, torch, vllm nor megatron. The
+invariant: what passes here fails later only for reasons that settings do not show (a machine without memory, a broken
+row); and all problems are reported at once, each with field, value, rule and fix.
 """
 
 from __future__ import annotations

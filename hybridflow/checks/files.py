@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -291,18 +291,14 @@ def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "runs_dir", f"runs_dir/name={str(wanted)!r}: {at} is a file, not a folder. Choose another runs_dir."
         )
-    elif not os.access(at, os.W_OK | os.X_OK):
+    elif not _can_be_written(at):
         yield Problem("runs_dir", f"runs_dir/name={str(wanted)!r}: {at} cannot be written to. Choose another runs_dir.")
 
 
 @rule()
 def offloaded_memory_has_a_folder(facts: Facts) -> Iterator[Problem]:
     folder = facts.config.memory.folder
-    if (
-        folder
-        and starts_ray_here(facts.config.ray.address)
-        and not (Path(folder).is_dir() and os.access(folder, os.W_OK))
-    ):
+    if folder and starts_ray_here(facts.config.ray.address) and not _can_be_written(Path(folder)):
         yield Problem(
             "memory.folder",
             f"memory.folder={folder!r}: no folder that can be written to. Make it, or leave it empty for the system's.",
@@ -318,6 +314,15 @@ def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
     except CheckpointError as error:
         hint = "" if Path(resume).exists() or resume in RESUME_MODES else nearest(resume, RESUME_MODES)
         yield Problem("checkpoint.resume", f"{error}{hint}")
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Tried: permissions say nothing of a read-only or special file system, nor to root."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _weights_problems(setting: str, path: str) -> Iterator[Problem]:

@@ -93,7 +93,7 @@ def pools_exist(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"pools.{pool}", f"pools.{pool} has no role, so it is not started.", warning=True)
 
 
-@rule("roles", "pools")
+@rule("roles", "pools", "max_staleness", "steps")
 def generation_ahead_needs_a_pool(facts: Facts) -> Iterator[Problem]:
     ahead = getattr(facts.config, "max_staleness", 0)
     if ahead and facts.placed["rollout"].pool == facts.placed["actor"].pool:
@@ -102,6 +102,13 @@ def generation_ahead_needs_a_pool(facts: Facts) -> Iterator[Problem]:
             f"max_staleness={ahead} generates while the actor trains, but both are on pool "
             f"{facts.placed['actor'].pool!r}, whose processes do one at a time. Use placement=disaggregate, or set "
             f"max_staleness=0.",
+        )
+    if ahead > facts.config.steps:
+        yield Problem(
+            "max_staleness",
+            f"max_staleness={ahead} with steps={facts.config.steps}: the answers of all steps may be drawn before the "
+            f"first update, so that none is drawn by a policy that has learned. Set max_staleness to 1 or 2.",
+            warning=True,
         )
 
 

@@ -9,13 +9,13 @@ import importlib.util
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.checks.base import Facts, Problem, rule
 from hybridflow.config import RunConfig
 from hybridflow.errors import nearest
-from hybridflow.settings import expand
+from hybridflow.settings import expand, value_at
 from hybridflow.sinks import SINKS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -91,7 +91,11 @@ IMPORTABLE = ("actor.loss.name", "actor.loss.kl_kind", "algorithm.estimator", "a
 """Names that may also be a function of the user's own, ``package.module:name`` or ``path/file.py:name``."""
 
 
-OFFLOADS = ("gradients", "optimizer", "parameters", "others")
+SETS: dict[str, tuple[str, ...]] = {
+    "memory.offload": ("gradients", "optimizer", "parameters", "others"),
+    "tracking.trackers": tuple(SINKS),
+}
+"""Lists whose order says nothing, and the names that they may have."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ class Range:
 
 COUNT, NATURAL, POSITIVE, SHARE = Range(1), Range(0), Range(0, open_low=True), Range(0, 1)
 ANY = Range(-math.inf)
+LARGEST = 10**9
+"""Of any whole number that has no smaller limit of its own: what it counts goes into 32 bits somewhere."""
 SIZE = Range(0, 1e9, open_low=True)
 """GiB or MiB; counted in bytes, more would overflow."""
 NODE_DEVICES = Range(1, 1024)
@@ -237,7 +243,9 @@ RANGES: dict[str, Range] = {
 def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
     for pattern, allowed in RANGES.items():
         for path, value in present(facts.config, pattern):
-            if value not in allowed:
+            if isinstance(value, int) and value > LARGEST and allowed.high == math.inf:
+                yield Problem(path, f"{path}={value}: has to be {replace(allowed, high=LARGEST)}.")
+            elif value not in allowed:
                 finite = "" if math.isfinite(value) or allowed is ANY else "finite and "
                 yield Problem(path, f"{path}={value}: has to be {finite}{allowed}.")
     for path, devices in expand(facts.config, "pools.*.devices"):
@@ -249,8 +257,8 @@ def numbers_are_in_range(facts: Facts) -> Iterator[Problem]:
             )
     stops = [item for role in ("reward", "cost") for item in present(facts.config, f"{role}.judge.stop_token_ids")]
     for path, ids in [("rollout.stop_token_ids", facts.config.rollout.stop_token_ids), *stops]:
-        if any(i < 0 for i in ids):
-            yield Problem(path, f"{path}={ids}: token ids have to be at least 0.")
+        if not all(0 <= i <= LARGEST for i in ids):
+            yield Problem(path, f"{path}={ids}: token ids have to be at least 0 and at most {LARGEST}.")
 
 
 @rule()
@@ -259,17 +267,14 @@ def names_are_known(facts: Facts) -> Iterator[Problem]:
         for path, value in present(facts.config, pattern):
             if value not in known and not (pattern in IMPORTABLE and ":" in value):
                 yield Problem(path, f"{path}={value!r} is not known.{nearest(value, known)}")
-    for kind in facts.config.memory.offload:
-        if kind not in OFFLOADS:
-            yield Problem("memory.offload", f"memory.offload: {kind!r} is not known.{nearest(kind, OFFLOADS)}")
-    path = "tracking.trackers"
-    for name, times in Counter(facts.config.tracking.trackers).items():
-        if times > 1:
-            yield Problem(path, f"{path}: {name!r} stands there {times} times. Name it once.")
-        if name not in SINKS:
-            yield Problem(path, f"{path}: {name!r} is not known.{nearest(name, SINKS)}")
-        elif importlib.util.find_spec(SINKS[name].module) is None:
-            yield Problem(path, f"{path}: {SINKS[name].missing()}")
+    for path, known in SETS.items():
+        for name, times in Counter(value_at(facts.config, path)).items():
+            if times > 1:
+                yield Problem(path, f"{path}: {name!r} stands there {times} times. Name it once.")
+            if name not in known:
+                yield Problem(path, f"{path}: {name!r} is not known.{nearest(name, known)}")
+            elif path == "tracking.trackers" and importlib.util.find_spec(SINKS[name].module) is None:
+                yield Problem(path, f"{path}: {SINKS[name].missing()}")
 
 
 @rule()

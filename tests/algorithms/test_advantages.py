@@ -330,3 +330,14 @@ def test_other_bad_inputs_name_the_rule():
         run("pass_at_k", {**given, "scores": given["scores"] * 0.5})
     with pytest.raises(DataError, match=r"step_ids reach 1, but step_scores \[7, 1\] has 1 steps"):
         run("grpo_stepwise", {**given, "step_scores": given["step_scores"][:, :1]})
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_value_that_is_no_number_is_named_before_it_spreads(bad: float):
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    values = torch.zeros(2, 3)
+    values[0, 2] = bad  # outside of the mask it is never read
+    gae(torch.zeros(2, 3), values, mask)
+    values[1, 1] = bad
+    with pytest.raises(DataError, match=f"^values of row 1 is {bad} at token 1, and 1 of 5 tokens are not finite: "):
+        gae(torch.zeros(2, 3), values, mask)

@@ -187,3 +187,10 @@ def test_functions_are_imported_before_a_run(own: str):
         check_functions(settings(LossConfig(name=f"{own}:flat")))
     with pytest.raises(ConfigError, match=r"algorithm.kl_kind='no_such.module:kl': there is no module 'no_such'"):
         check_functions(settings(kl_kind="no_such.module:kl"))
+
+
+@pytest.mark.parametrize("column", ["log_probs", "ref_log_probs"])
+def test_what_a_model_computed_that_is_no_number_is_named(column: str):
+    bad = make_batch(**{column: jagged([[-1.0, NAN], [-1.0], [-1.0, NAN, -3.0], [-1.0]])})
+    with pytest.raises(DataError, match=f"^{column} of row 0 is nan at token 1, and 1 of 6 tokens are not finite"):
+        compute_advantages(bad, settings(kl_coef=0.1))

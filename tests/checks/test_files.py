@@ -137,3 +137,15 @@ def test_a_run_that_has_a_checkpoint_is_not_started_anew(refused, checked, tmp_p
     checked(here, f"checkpoint.resume={store.folder(4)}")
     (store.folder(4) / "manifest.json").unlink()
     assert "is no whole checkpoint" in refused(here, f"checkpoint.resume={store.folder(4)}")
+
+
+@pytest.mark.parametrize("setting", ["runs_dir=/proc/x", "memory.folder=/proc"])
+def test_a_folder_on_a_file_system_that_takes_no_files_is_refused(setting: str, refused: Callable[..., str]) -> None:
+    where, _, folder = setting.partition("=")
+    text = refused(setting)
+    assert text.startswith(where) and folder in text and "be written to" in text
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(checked: Callable[..., Plan], tmp_path: Path) -> None:
+    checked(f"runs_dir={tmp_path}", f"memory.folder={tmp_path}")
+    assert list(tmp_path.iterdir()) == []

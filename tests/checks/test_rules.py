@@ -208,7 +208,10 @@ def test_choices_are_those_of_the_registries() -> None:
         ("roles.actor.layout.tp=0", "roles.actor.layout.tp=0: has to be at least 1."),
         ("pools.train.devices=[]", "pools.train.devices=[]: name the devices of each node, such as [2] or [4,4]."),
         ("pools.train.devices=[2,0]", "pools.train.devices=[2, 0]: name the devices"),
-        ("rollout.stop_token_ids=[-1]", "rollout.stop_token_ids=[-1]: token ids have to be at least 0."),
+        (
+            "rollout.stop_token_ids=[-1]",
+            "rollout.stop_token_ids=[-1]: token ids have to be at least 0 and at most",
+        ),
         ("model.dtype=bf16", "model.dtype='bf16' is not known. Did you mean 'bfloat16'? Known: bfloat16, float32."),
         ("actor.optimizer.schedule=cosin", "actor.optimizer.schedule='cosin' is not known. Did you mean 'cosine'?"),
         (

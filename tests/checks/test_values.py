@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from hybridflow.checks import Plan
+from hybridflow.checks.values import LARGEST
+from hybridflow.settings import ANY_NAME, SCHEMAS, settings_of
+
 
 def test_an_unknown_kind_of_memory_is_refused_with_the_nearest(refused: Callable[..., str]) -> None:
     assert "memory.offload: 'optimiser' is not known. Did you mean 'optimizer'?" in refused(
@@ -50,3 +54,31 @@ def test_a_layout_that_is_wrong_in_itself_is_named_with_its_role(refused: Callab
     assert refused("roles.actor.layout.vpp=2").startswith("roles.actor.layout.vpp=2 interleaves the stages")
     text = refused("roles.rollout.layout.ep=2")
     assert text.startswith("roles.rollout.layout.ep=2 of a generation layout with tp=1") and "Set ep to 1." in text
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_no_whole_number_goes_beyond_32_bits(name: str, refused: Callable[..., str]) -> None:
+    schema = SCHEMAS[f"{name.upper()}Config"]
+    paths = [s.path for s in settings_of(schema) if s.type is int and ANY_NAME not in s.path]
+    assert {"steps", "seed", "data.prompts_per_step", "rollout.n", "actor.micro_batch_tokens"} <= set(paths)
+    text = refused(*(f"{path}={10**20}" for path in paths), name=name)
+    for path in paths:
+        assert f"{path}={10**20}: has to be " in text
+    assert f"data.prompts_per_step={10**20}: has to be at least 1 and at most {LARGEST}." in text
+
+
+@pytest.mark.parametrize(("path", "name"), [("memory.offload", "gradients"), ("tracking.trackers", "tensorboard")])
+def test_a_name_that_stands_twice_in_a_set_is_refused(path: str, name: str, refused: Callable[..., str]) -> None:
+    assert refused(f"{path}=[{name},{name}]") == f"{path}: '{name}' stands there 2 times. Name it once."
+
+
+def test_a_token_id_beyond_all_vocabularies_is_refused(refused: Callable[..., str]) -> None:
+    text = refused("rollout.stop_token_ids=[99999999999999999999]")
+    assert f"token ids have to be at least 0 and at most {LARGEST}." in text
+
+
+def test_answers_that_are_all_drawn_before_the_first_update_are_warned_of(checked: Callable[..., Plan]) -> None:
+    given = ["placement=disaggregate", "steps=5"]
+    assert checked(*given, "max_staleness=5", name="one_step_off").warnings == ()
+    (warning,) = checked(*given, "max_staleness=1000", name="one_step_off").warnings
+    assert warning.startswith("max_staleness=1000 with steps=5: the answers of all steps may be drawn before the first")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,14 @@ STAND_INS = {
     "srun": 'while [[ $1 == --* ]]; do last=$1; shift; done; NODE=${last#--nodelist=} exec "$@"',
     "ray": 'echo "$NODE: ray $*" >>"$LOG"; [[ $1 != start ]] || exec sleep 2',
     "python": "[[ $2 != *secrets* ]] || { echo secret; exit; }\n"
+    '[[ $2 != *ray.nodes* ]] || until [ "$(grep -c "ray start" "$LOG")" = 3 ]; do sleep 0.05; done\n'
     """all=$*; echo "$NODE: python ${all//$'\\n'/ } " >>"$LOG\"""",
 }
 
 
-def test_the_batch_script_starts_a_node_each_and_the_driver_on_the_first(tmp_path: Path) -> None:
-    for name, body in STAND_INS.items():
+def batch_script(tmp_path: Path, wait: int = 60, **bodies: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The script as SLURM would run it on the first of three nodes, and what its log says."""
+    for name, body in (STAND_INS | bodies).items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     log = tmp_path / "log"
@@ -159,6 +162,7 @@ def test_the_batch_script_starts_a_node_each_and_the_driver_on_the_first(tmp_pat
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "BIN": str(tmp_path),
         "LOG": str(log),
+        "WAIT": str(wait),
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST": "[a-c]",
         "SLURM_CPUS_PER_TASK": "32",
@@ -167,14 +171,55 @@ def test_the_batch_script_starts_a_node_each_and_the_driver_on_the_first(tmp_pat
     }
     script = [str(ROOT / "scripts" / "slurm.sbatch"), "examples/grpo.py", "pools.train.devices=[8,8,8]"]
     done = subprocess.run(["bash", *script], env=environment, capture_output=True, text=True, timeout=60)
+    return done, log.read_text().splitlines()
+
+
+def test_the_batch_script_starts_a_node_each_and_the_driver_on_the_first(tmp_path: Path) -> None:
+    done, lines = batch_script(tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = log.read_text().splitlines()
     size = "--num-cpus=32 --num-gpus=8"
     assert "a: ray start --head --block --node-ip-address=10.0.0.1 --port=20077 " + size in lines
     for node, address in (("b", "10.0.0.2"), ("c", "10.0.0.3")):
         assert f"{node}: ray start --block --address=10.0.0.1:20077 --node-ip-address={address} {size}" in lines
-    assert any(line.startswith("a: python -c") and line.endswith("10.0.0.1:20077 3 ") for line in lines)
+    assert any(line.startswith("a: python -c") and line.endswith("10.0.0.1:20077 3 60 ") for line in lines)
     assert "a: python examples/grpo.py pools.train.devices=[8,8,8] ray.address=10.0.0.1:20077 " in lines
+
+
+def test_the_batch_script_ends_where_no_head_answers(tmp_path: Path) -> None:
+    ray = STAND_INS["ray"].replace("[[ $1 != start ]]", "[[ $1 != health-check ]] || exit 1; [[ $1 != start ]]")
+    done, lines = batch_script(tmp_path, wait=1, ray=ray)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no Ray on node a (10.0.0.1:20077) after 1 s; see its lines above, or raise")
+    assert not any("examples/grpo.py" in line for line in lines)
+
+
+def test_the_batch_script_ends_where_nodes_do_not_come(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text(
+        "def init(*_, **__): pass\n"
+        "def nodes(): return [dict(Alive=n != 2, NodeManagerAddress=f'10.0.0.{n}') for n in (1, 2, 3)]\n"
+    )
+    python = f'[[ $2 != *ray.nodes* ]] || PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n{STAND_INS["python"]}'
+    done, lines = batch_script(tmp_path, wait=1, python=python)
+    assert done.returncode == 1
+    assert "error: 2 of 3 nodes have joined after 1 s: ['10.0.0.1', '10.0.0.3']; see the lines" in done.stderr
+    assert not any("examples/grpo.py" in line for line in lines)
+
+
+def test_the_script_for_hosts_takes_a_command_whose_path_has_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "my ray"
+    folder.mkdir()
+    (folder / "ray").write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/log\n')
+    (tmp_path / "on").write_text('#!/bin/bash\nexec bash -c "$2"\n')
+    for path in (folder / "ray", tmp_path / "on"):
+        path.chmod(0o755)
+    environment = {**os.environ, "RAY": str(folder / "ray"), "ON": str(tmp_path / "on"), "HEAD_ARGS": "--num-cpus=8"}
+    script = str(ROOT / "scripts" / "ray_hosts.sh")
+    for action in ("start", "stop"):
+        done = subprocess.run([script, action, "a"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    generated, started, stopped = (tmp_path / "log").read_text().splitlines()
+    assert (generated, stopped) == ("get-auth-token --generate", "stop --force")
+    assert re.fullmatch(r"start --head --node-ip-address=\S+ --port=6379 --num-cpus=8", started)
 
 
 @pytest.mark.parametrize("arguments", [[], ["start"], ["begin", "a"]])
