@@ -6,17 +6,30 @@ it runs in, the same rows, and the same cut into micro-batches. And the actor's 
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from hybridflow.data.batching import micro_batches
 from hybridflow.protocol.data import DataProto
+from hybridflow.protocol.meta import Max
 from hybridflow.protocol.transfer import Protocol
 from hybridflow.workers.base import Worker, register
 from hybridflow.workers.model import rows_of
+
+
+@contextlib.contextmanager
+def _clock(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Adds the seconds of the block under ``part``; all ranks begin together, and the slowest one counts."""
+    dist.barrier()
+    start = time.perf_counter()
+    yield
+    seconds[part] = Max(time.perf_counter() - start)
 
 
 class BareWorker(Worker):
@@ -58,7 +71,7 @@ class BareWorker(Worker):
 
     @register(Protocol.THREE_D)
     def run_parts(self, batch: DataProto) -> dict[str, float]:
-        """Seconds of generation, of one forward for log-probabilities, and of one update."""
+        """Seconds of generation, of one forward for log-probabilities, and of one update: those of the slowest rank."""
         from vllm import SamplingParams
 
         settings = self.context.config
@@ -69,11 +82,9 @@ class BareWorker(Worker):
             SamplingParams(temperature=1.0, seed=i, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False)
             for i, n in enumerate(limits)
         ]
-        seconds = {}
-        start = time.perf_counter()
-        with self.operators.set_priority():
+        seconds: dict[str, float] = {}
+        with _clock(seconds, "generate"), self.operators.set_priority():
             self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        seconds["generate"] = time.perf_counter() - start
 
         responses = rows_of(batch, "responses")
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
@@ -82,23 +93,20 @@ class BareWorker(Worker):
             self._pad([prompts[i] + responses[i].tolist() for i in rows], [len(prompts[i]) for i in rows])
             for rows in cuts
         ]
-        start = time.perf_counter()
-        with torch.no_grad():
+        with _clock(seconds, "log_probs"), torch.no_grad():
             for micro in micros:
                 self._log_probs(self.model, *micro)
-        seconds["log_probs"] = time.perf_counter() - start
+        with _clock(seconds, "update"):
+            self.optimizer.zero_grad()
+            for k, micro in enumerate(micros):
+                with self.ddp.no_sync() if k < len(micros) - 1 else torch.enable_grad():
+                    (-self._log_probs(self.ddp, *micro).sum() / sum(limits)).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+        self._megatron(batch, cuts, sum(limits), seconds)
+        return seconds
 
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        for k, micro in enumerate(micros):
-            with self.ddp.no_sync() if k < len(micros) - 1 else torch.enable_grad():
-                (-self._log_probs(self.ddp, *micro).sum() / sum(limits)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        seconds["update"] = time.perf_counter() - start
-        return {**seconds, **self._megatron(batch, cuts, sum(limits))}
-
-    def _megatron(self, batch: DataProto, cuts: list[list[int]], num_tokens: int) -> dict[str, float]:
+    def _megatron(self, batch: DataProto, cuts: list[list[int]], num_tokens: int, seconds: dict[str, float]) -> None:
         """The same by a plain loop over the actor's megatron-core model; its loss is nothing, so no weight learns."""
         from megatron.core.distributed import finalize_model_grads
 
@@ -106,7 +114,7 @@ class BareWorker(Worker):
         from hybridflow.engines.megatron.packing import pack
 
         engine: Any = self.context.peers["actor"].engine  # type: ignore[attr-defined]
-        [model], seconds = engine.models, {}
+        [model] = engine.models
         prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
 
         def forward(rows: list[int]) -> torch.Tensor:
@@ -115,20 +123,16 @@ class BareWorker(Worker):
             return model(micro.input_ids, micro.position_ids, micro.targets, packing, 1.0, False)[0]
 
         with engine.parallel:
-            start = time.perf_counter()
-            with torch.no_grad():
+            with _clock(seconds, "megatron_log_probs"), torch.no_grad():
                 for rows in cuts:
                     forward(rows)
-            seconds["megatron_log_probs"] = time.perf_counter() - start
-            start = time.perf_counter()
-            engine.optimizer.zero_grad()
-            for k, rows in enumerate(cuts):
-                with model.no_sync() if k < len(cuts) - 1 else torch.enable_grad():
-                    (forward(rows).sum() * 0.0 / num_tokens).backward()
-            finalize_model_grads(engine.models, None)
-            engine.optimizer.step()
-            seconds["megatron_update"] = time.perf_counter() - start
-        return seconds
+            with _clock(seconds, "megatron_update"):
+                engine.optimizer.zero_grad()
+                for k, rows in enumerate(cuts):
+                    with model.no_sync() if k < len(cuts) - 1 else torch.enable_grad():
+                        (forward(rows).sum() * 0.0 / num_tokens).backward()
+                finalize_model_grads(engine.models, None)
+                engine.optimizer.step()
 
     @staticmethod
     def _pad(rows: list[list[int]], prompts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

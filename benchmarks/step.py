@@ -89,13 +89,15 @@ def main() -> None:
                     parts.setdefault(name, []).append(value)
     print_table(whole, parts)
     rows = [row for row in read_metrics(Path(config.runs_dir) / config.name / "metrics.jsonl") if row["step"] > WARM_UP]
-    print_shares([row for row in rows if "time/step" in row], parts)
+    print_shares([row for row in rows if "time/step" in row], whole, parts)
 
 
-def print_shares(rows: list[dict[str, Any]], parts: dict[str, list[float]]) -> None:
-    """What the driver spent, by its timers; against plain vLLM, and a plain loop over the same megatron-core model."""
+def print_shares(rows: list[dict[str, Any]], whole: list[float], parts: dict[str, list[float]]) -> None:
+    """What the driver spent, by its timers, and in no timer (logging too); against plain vLLM, and a plain loop over
+    the same megatron-core model."""
     seconds = {name[5:]: [row.get(name, 0.0) for row in rows] for name in rows[0] if name.startswith("time/")}
-    whole = seconds.pop("step")
+    del seconds["step"], seconds["other"]
+    seconds["other"] = [all_of_it - sum(row) for all_of_it, *row in zip(whole, *seconds.values(), strict=True)]
     print("\n  part            driver, s   share of step   bare, s   bare / driver")
     for name, bare in (
         ("generate", "generate"),

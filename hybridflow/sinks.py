@@ -24,6 +24,8 @@ from hybridflow.errors import RunFolderError
 Row = tuple[int, float, Mapping[str, float]]
 """Step, seconds since the epoch, metrics."""
 
+_MLFLOW_BATCH = 1000  # as many as MLflow takes in one call
+
 
 @contextlib.contextmanager
 def written_to(path: Path) -> Iterator[None]:
@@ -71,20 +73,24 @@ class TensorBoard:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
-        from tensorboard.summary import Writer
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._folder = run_dir / "tensorboard"
         shutil.rmtree(self._folder, ignore_errors=True)
         with written_to(self._folder):
-            self._writer = Writer(str(self._folder))
+            self._writer = EventFileWriter(str(self._folder))
         for row in earlier:
             self.log(row)
 
     def log(self, row: Row) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         step, timestamp, metrics = row
+        # One event for all of them: each one costs the step a turn of the writer's thread.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         with written_to(self._folder):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step, wall_time=timestamp)
+            self._writer.add_event(Event(step=step, wall_time=timestamp, summary=Summary(value=values)))
             self._writer.flush()
 
     def close(self) -> None:
@@ -123,6 +129,7 @@ class MLflow:
 
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
         mlflow: Any = importlib.import_module("mlflow")
+        self._metric = mlflow.entities.Metric
         local = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         self._client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
         experiment = self._client.get_experiment_by_name(config.tracking.project)
@@ -144,8 +151,9 @@ class MLflow:
 
     def log(self, row: Row) -> None:
         step, timestamp, metrics = row
-        for name, value in metrics.items():
-            self._client.log_metric(self._run_id, name, value, timestamp=int(timestamp * 1000), step=step)
+        rows = [self._metric(name, value, int(timestamp * 1000), step) for name, value in metrics.items()]
+        for start in range(0, len(rows), _MLFLOW_BATCH):
+            self._client.log_batch(self._run_id, rows[start : start + _MLFLOW_BATCH])
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

@@ -15,6 +15,7 @@ has no NaN: a value that is not finite is ``null`` in its row, and the row's ``n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -389,9 +390,6 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
     if "response_text" in batch:
         texts["responses"] = list(batch["response_text"])
-    for key in ("rollout_log_probs", "log_probs", "advantages"):
-        if key in lists:
-            lists[key] = [[_short(x) for x in row] for row in lists[key]]
     advantages = lists.get("advantages")
     masks = lists.get("loss_mask", lists.get("response_mask"))
     versions = lists.get("token_versions")
@@ -416,7 +414,7 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     }
     present = {key: values for key, values in columns.items() if values is not None}
     for i in range(len(batch)):
-        row = {key: _short(value[i]) if isinstance(value[i], float) else value[i] for key, value in present.items()}
+        row = {key: value[i] for key, value in present.items()}
         if masks is not None and not all(masks[i]):
             row["mask"] = [int(kept) for kept in masks[i]]
         if versions is not None and len(set(versions[i])) > 1:
@@ -425,18 +423,32 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _ragged(batch: DataProto, key: str) -> list[list[Any]]:
-    return [row.tolist() for row in batch.flat(key).split(batch.lengths(key).tolist())]
+    values = iter(_numbers(batch.flat(key)))
+    return [list(itertools.islice(values, length)) for length in batch.lengths(key).tolist()]
 
 
 def _column(batch: DataProto, key: str) -> list[Any] | None:
-    return batch[key].tolist() if key in batch else None
+    import torch
+
+    if key not in batch:
+        return None
+    column = batch[key]
+    if isinstance(column, torch.Tensor):
+        return _numbers(column)
+    return [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in column]
 
 
-def _short(value: float) -> float | None:
-    """A float32 in as few digits as give the same float32 back; None where it is not finite."""
+def _numbers(values: torch.Tensor) -> list[Any]:
+    """A tensor as JSON has it: a float32 in as few digits as give the same float32 back, None where it is not
+    finite."""
+    if not values.is_floating_point():
+        return values.tolist()
     import numpy as np
 
-    return float(str(np.float32(value))) if math.isfinite(value) else None
+    numbers = values.float().numpy()
+    short = numbers.astype(str).astype(float).astype(object)
+    short[~np.isfinite(numbers)] = None
+    return short.tolist()
 
 
 def _number(name: str, value: float | torch.Tensor) -> float:

@@ -21,6 +21,7 @@ from hybridflow.config import GRPOConfig
 from hybridflow.data.demo import byte_tokenizer
 from hybridflow.errors import DataError, RunFolderError
 from hybridflow.protocol.data import DataProto
+from hybridflow.sinks import SINKS
 from hybridflow.tracking import JsonLines, Tracker, console_line, mismatch_above, rollout_rows
 
 
@@ -45,7 +46,7 @@ class Run:
     def scalars(self, name: str) -> list[tuple[int, float]]:
         events = EventAccumulator(str(self.folder / "tensorboard"))
         events.Reload()
-        return [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
+        return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 @contextlib.contextmanager
@@ -280,28 +281,25 @@ def test_samples_that_cannot_be_written_do_not_hide_the_error_that_ends_the_run(
     assert [row["step"] for row in run.rows()] == [1]
 
 
-@pytest.mark.parametrize(
-    ("file", "overrides"),
-    [
-        ("metrics.jsonl", ["tracking.trackers=[]"]),
-        ("rollouts.jsonl", ["tracking.trackers=[]"]),
-        pytest.param(
-            "tensorboard",
-            ["tracking.rollouts_every=0"],
-            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
-        ),
-    ],
-)
-def test_a_full_disk_ends_the_run_with_the_file_and_the_reason(file: str, overrides: list[str], tmp_path: Path) -> None:
-    run = Run(tmp_path, "steps=99", *overrides)
-    rows, metrics = (batch(), {}) if file == "rollouts.jsonl" else (None, {"m": 1.0})
-    if file == "metrics.jsonl":
-        metrics = {f"m{i}": 1.0 for i in range(50)}
+@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts.jsonl"])
+def test_a_full_disk_ends_the_run_with_the_file_and_the_reason(file: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, "steps=99", "tracking.trackers=[]")
+    rows, metrics = (batch(), {}) if file == "rollouts.jsonl" else (None, {f"m{i}": 1.0 for i in range(50)})
     with pytest.raises(RunFolderError) as caught:
         with run.tracker() as tracker, small_files(3000):
             for step in range(1, 60):
                 tracker.log(step, metrics, rows)
     assert f"{run.folder}/{file}" in str(caught.value)
+    assert " cannot be written: File too large. Free space or choose another runs_dir" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_named_where_tensorboard_finds_it_first(tmp_path: Path) -> None:
+    sink = SINKS["tensorboard"].make(Run(tmp_path).config, tmp_path, [])
+    with pytest.raises(RunFolderError) as caught, small_files(3000):
+        for step in range(60):
+            sink.log((step, 0.0, {f"m{i}": 1.0 for i in range(50)}))
+    assert f"{tmp_path}/tensorboard" in str(caught.value)
     assert " cannot be written: File too large. Free space or choose another runs_dir" in str(caught.value)
 
 
