@@ -2,13 +2,15 @@
 
     python benchmarks/against_trl.py                     # 0.46 M parameters
     python benchmarks/against_trl.py --hidden 384 --layers 6    # about 10 M
+    python benchmarks/against_trl.py --spread            # responses of all lengths, as trained models give
     python benchmarks/against_trl.py --model models/smollm2 --prompts 2 --samples 4 --steps 3 --rounds 1     # 135 M
     python benchmarks/against_trl.py --vllm              # TRL's vLLM mode too (compiling vLLM takes it two minutes)
 
 TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers; vLLM is this
-environment's). It may use both cores in one process (its better setting is taken); HybridFlow runs one device process a
-core.
-Responses run to ``--max-tokens`` unless the random model happens to draw its end id, which is the same chance in both.
+environment's). Each runs in two settings on the same two cores, and the better one counts: TRL with one thread and two,
+HybridFlow with a device process a core, and with one process of two threads.
+A random model draws its end id once in some 300 tokens, so responses run to ``--max-tokens``: the case that is best for
+a trainer that pads. With ``--spread`` the end's probability differs from place to place.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from hybridflow.data import demo
 ROOT = Path("runs/benchmarks")
 PINS = ["torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"]
 WARM_UP = 2
+END_LOGIT_STD = 2.3
 
 
 def trl_python() -> str:
@@ -56,8 +59,8 @@ def write_prompts(folder: Path) -> None:
     )
 
 
-def make_model(folder: Path, hidden: int, layers: int) -> None:
-    """A random Qwen3 with the demo's tokenizer in ``folder/model``."""
+def make_model(folder: Path, hidden: int, layers: int, spread: bool) -> None:
+    """A random Qwen3 with the demo's tokenizer in ``folder/model``; with ``spread`` its responses have all lengths."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,6 +78,10 @@ def make_model(folder: Path, hidden: int, layers: int) -> None:
         setattr(config, name, value)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
+    if spread:
+        # Logits of the end id of this standard deviation: after some tokens the end is likely, after most it is not.
+        row = model.get_output_embeddings().weight.data[config.eos_token_id]
+        row *= END_LOGIT_STD / (config.initializer_range * math.sqrt(hidden))
     model.save_pretrained(folder / "model")
 
 
@@ -107,11 +114,12 @@ def run_trl(args: argparse.Namespace, assets: Path, threads: int, vllm: bool = F
     return [t / s for t, s in zip(found["response_tokens"], found["seconds"], strict=False)]
 
 
-def run_ours(args: argparse.Namespace, assets: Path) -> list[float]:
+def run_ours(args: argparse.Namespace, assets: Path, placement: str) -> list[float]:
     """Response tokens a second of each measured step."""
     shutil.rmtree(ROOT / "ours", ignore_errors=True)
     command = [
-        sys.executable, "examples/grpo.py", f"runs_dir={ROOT}", "name=ours", f"model.path={args.model}",
+        sys.executable, "examples/grpo.py", f"placement={placement}", f"runs_dir={ROOT}", "name=ours",
+        f"model.path={args.model}",
         f"data.train={assets}/train.jsonl", f"data.evaluate={assets}/heldout.jsonl",
         f"data.prompts_per_step={args.prompts}", f"rollout.n={args.samples}", f"rollout.max_tokens={args.max_tokens}",
         f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",
@@ -132,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--spread", action="store_true", help="a random model whose responses have all lengths")
     parser.add_argument("--model", type=Path, help="a model folder, in place of a random model of that shape")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
@@ -140,25 +149,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vllm", action="store_true", help="also measure TRL's colocated vLLM mode")
     args = parser.parse_args()
-    assets = ROOT / (f"assets_{args.model.name}" if args.model else f"assets_{args.hidden}x{args.layers}")
+    shape = f"{args.hidden}x{args.layers}{'_spread' if args.spread else ''}"
+    assets = ROOT / f"assets_{args.model.name if args.model else shape}"
     write_prompts(assets)
     if not args.model:
-        make_model(assets, args.hidden, args.layers)
+        make_model(assets, args.hidden, args.layers, args.spread)
         args.model = assets / "model"
-    found: dict[str, list[float]] = {"TRL, 1 thread": [], "TRL, 2 threads": [], "HybridFlow": []}
+    found: dict[str, list[float]] = {}
     for _ in range(args.rounds):
-        found["TRL, 1 thread"] += run_trl(args, assets, 1)
-        found["HybridFlow"] += run_ours(args, assets)
-        found["TRL, 2 threads"] += run_trl(args, assets, 2)
-        if args.vllm:
-            found.setdefault("TRL, vLLM", []).extend(run_trl(args, assets, 2, vllm=True))
+        for name, run in {
+            "TRL, 1 thread": lambda: run_trl(args, assets, 1),
+            "HybridFlow, 2 devices": lambda: run_ours(args, assets, "colocate"),
+            "TRL, 2 threads": lambda: run_trl(args, assets, 2),
+            "HybridFlow, 1 device": lambda: run_ours(args, assets, "single"),
+            **({"TRL, vLLM": lambda: run_trl(args, assets, 2, vllm=True)} if args.vllm else {}),
+        }.items():
+            found.setdefault(name, []).extend(run())
     shape = f"{args.prompts} x {args.samples} samples, up to {args.max_tokens} tokens"
     print(f"{count_parameters(args.model) / 1e6:.2f} M parameters, {shape}")
     median = {name: statistics.median(values) for name, values in found.items()}
     for name, value in median.items():
-        print(f"  {name:<15} {value:8.0f} response tokens/s in whole steps (median of {len(found[name])} steps)")
-    best = max(value for name, value in median.items() if name.startswith("TRL"))
-    print(f"  HybridFlow / TRL's better setting: {median['HybridFlow'] / best:.2f}")
+        print(f"  {name:<21} {value:8.0f} response tokens/s in whole steps (median of {len(found[name])} steps)")
+    best = {who: max(value for name, value in median.items() if name.startswith(who)) for who in ("TRL", "HybridFlow")}
+    print(f"  HybridFlow's better setting / TRL's: {best['HybridFlow'] / best['TRL']:.2f}")
 
 
 if __name__ == "__main__":

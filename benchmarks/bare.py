@@ -107,7 +107,10 @@ class BareWorker(Worker):
         return seconds
 
     def _megatron(self, batch: DataProto, cuts: list[list[int]], num_tokens: int, seconds: dict[str, float]) -> None:
-        """The same by a plain loop over the actor's megatron-core model; its loss is nothing, so no weight learns."""
+        """The same by a plain loop over the actor's megatron-core model, which gives entropies too, as the actor does.
+
+        The loss is nothing, so that no weight learns.
+        """
         from megatron.core.distributed import finalize_model_grads
 
         from hybridflow.engines.megatron.batch import make_micro_batch
@@ -117,20 +120,20 @@ class BareWorker(Worker):
         [model] = engine.models
         prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
 
-        def forward(rows: list[int]) -> torch.Tensor:
+        def forward(rows: list[int], with_entropy: bool) -> torch.Tensor:
             micro = make_micro_batch(prompts, responses, None, rows, engine.device, engine.token_multiple)
             packing = pack(micro.lengths, 1, 0, engine.device)
-            return model(micro.input_ids, micro.position_ids, micro.targets, packing, 1.0, False)[0]
+            return model(micro.input_ids, micro.position_ids, micro.targets, packing, 1.0, with_entropy)[0]
 
         with engine.parallel:
             with _clock(seconds, "megatron_log_probs"), torch.no_grad():
                 for rows in cuts:
-                    forward(rows)
+                    forward(rows, with_entropy=True)
             with _clock(seconds, "megatron_update"):
                 engine.optimizer.zero_grad()
                 for k, rows in enumerate(cuts):
                     with model.no_sync() if k < len(cuts) - 1 else torch.enable_grad():
-                        (forward(rows).sum() * 0.0 / num_tokens).backward()
+                        (forward(rows, with_entropy=False).sum() * 0.0 / num_tokens).backward()
                 finalize_model_grads(engine.models, None)
                 engine.optimizer.step()
 

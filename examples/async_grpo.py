@@ -30,11 +30,13 @@ def main(config: OneStepOffConfig) -> None:
             with run.timer("generate"):
                 batch = generated.result()
             with run.timer("reward"):
-                batch = batch.union(run.reward.score(batch))
+                scored = run.reward.score(batch, blocking=False)
             with run.timer("log_probs"):
                 batch = batch.union(run.actor.log_probs(batch))
             with run.timer("ref_log_probs"):
                 batch = batch.union(run.reference.log_probs(batch))
+            with run.timer("reward"):
+                batch = batch.union(scored.result())
             with run.timer("advantage"):
                 batch = batch.union(compute_advantages(batch, config))
             with run.timer("update_actor"):

@@ -21,12 +21,15 @@ def main(config: ReMaxConfig) -> None:
                 batch = run.rollout.generate(prompts.repeat(config.rollout.n))
                 greedy = run.rollout.generate(prompts, sampling=GREEDY, tag="greedy")
             with run.timer("reward"):
-                batch = batch.union(run.reward.score(batch))
-                baseline = run.reward.score(greedy).select("rewards", [], []).rename("rewards", "baseline_rewards")
+                scored = run.reward.score(batch, blocking=False)
+                baseline_scored = run.reward.score(greedy, blocking=False)
             with run.timer("log_probs"):
                 batch = batch.union(run.actor.log_probs(batch))
             with run.timer("ref_log_probs"):
                 batch = batch.union(run.reference.log_probs(batch))
+            with run.timer("reward"):
+                batch = batch.union(scored.result())
+                baseline = baseline_scored.result().select("rewards", [], []).rename("rewards", "baseline_rewards")
             with run.timer("advantage"):
                 batch = batch.union(baseline.repeat(config.rollout.n))
                 batch = batch.union(compute_advantages(batch, config))

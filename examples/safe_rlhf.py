@@ -19,12 +19,15 @@ def main(config: SafeRLHFConfig) -> None:
             with run.timer("generate"):
                 batch = run.rollout.generate(prompts.repeat(config.rollout.n))
             with run.timer("reward"):
-                batch = batch.union(run.reward.score(batch))
-                batch = batch.union(run.cost.score(batch))
+                scored = run.reward.score(batch, blocking=False)
+                judged = run.cost.score(batch, blocking=False)
             with run.timer("log_probs"):
                 batch = batch.union(run.actor.log_probs(batch))
             with run.timer("ref_log_probs"):
                 batch = batch.union(run.reference.log_probs(batch))
+            with run.timer("reward"):
+                batch = batch.union(scored.result())
+                batch = batch.union(judged.result())
             with run.timer("values"):
                 batch = batch.union(run.critic.values(batch))
                 batch = batch.union(run.cost_critic.values(batch))
