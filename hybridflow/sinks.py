@@ -75,6 +75,8 @@ class TensorBoard:
     def __init__(self, config: RunConfig, run_dir: Path, earlier: Iterable[Row]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._folder = run_dir / "tensorboard"
         shutil.rmtree(self._folder, ignore_errors=True)
         with written_to(self._folder):
@@ -83,14 +85,12 @@ class TensorBoard:
             self.log(row)
 
     def log(self, row: Row) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         step, timestamp, metrics = row
         # One event for all of them: each one costs the step a turn of the writer's thread.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        event = self._event(step=step, wall_time=timestamp, summary=self._summary(value=values))
         with written_to(self._folder):
-            self._writer.add_event(Event(step=step, wall_time=timestamp, summary=Summary(value=values)))
+            self._writer.add_event(event)
             self._writer.flush()
 
     def close(self) -> None:
