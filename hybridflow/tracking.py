@@ -134,6 +134,10 @@ class Tracker:
         last = self._metrics.last
         return last if last and last["step"] == step else {}
 
+    def traced(self, step: int) -> bool:
+        """Whether a resumed run has found the timeline of its last step, and so all that was written before it."""
+        return self._trace.last.get("step") == step
+
     def history(self, metric: str) -> dict[int, float]:
         """What ``metrics.jsonl`` has of a metric by step; NaN where it was not finite."""
         return {

@@ -37,6 +37,7 @@ from hybridflow.errors import CheckpointError, ConfigError, HybridFlowError, nea
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metric, join_metrics
 from hybridflow.timing import Timer
+from hybridflow.trace import Span
 from hybridflow.tracking import Tracker, changed_settings, mismatch_above, save_config
 
 INTERRUPTED = "interrupted"
@@ -135,7 +136,7 @@ class Run:
                     self._ahead.append(start(self._begun.popleft()))
                 yield self._ahead.popleft()
             self._conclude()
-            self._take_spans()
+            self._trace(self._take_spans())
 
     def describe(self) -> str:
         """The placement as a table: pools, devices, roles, layouts, and the nodes that the devices are on.
@@ -342,6 +343,11 @@ class Run:
                     f"warning: the run was killed after step {self.step} had been saved and before it was reported: "
                     "its metrics, samples and timeline are lost."
                 )
+            elif not self.tracker.traced(self.step):
+                self.tracker.say(
+                    f"warning: the run was killed while it wrote the samples of step {self.step}, which it had saved: "
+                    "some may be missing from rollouts.jsonl."
+                )
         if changed := changed_settings(self.config, folder / "config.yaml"):
             self.tracker.say(f"settings that differ from those it was saved with: {', '.join(changed)}")
 
@@ -416,31 +422,36 @@ class Run:
             self.tracker.log(self.step, found)
 
     def _log(self, metrics: Mapping[str, float], batch: DataProto | None = None) -> None:
-        found = {**metrics, **self._timer.flush(), **self._take_spans()}
+        spans = self._take_spans()
+        found = {**metrics, **self._timer.flush(), **memory_peaks(spans)}
         if batch is not None:
             response_tokens = float(batch.lengths("responses").sum())
             tokens = response_tokens + float(batch.lengths("prompts").sum())
             found["throughput/tokens_per_second"] = tokens / found["time/step"]
             found["throughput/response_tokens_per_second"] = response_tokens / found["time/step"]
         self.tracker.log(self.step, found, batch)
+        self._trace(spans)  # after the samples: see restore
 
-    def _take_spans(self) -> dict[str, float]:
-        """Write what devices and timers did since the last time to the trace.
-
-        Returns:
-            ``memory/<role>_peak_gb``: GiB that a process held at most while it worked for a role, its other roles' part
-            included; the largest over the role's ranks.
-        """
+    def _take_spans(self) -> list[Span]:
+        """What devices did since the last time."""
         pools = {id(group.pool): group.pool for group in self.groups.values() if isinstance(group, WorkerGroup)}
-        spans = [pool.spans.popleft() for pool in pools.values() for _ in range(len(pool.spans))]
+        return [pool.spans.popleft() for pool in pools.values() for _ in range(len(pool.spans))]
+
+    def _trace(self, spans: list[Span]) -> None:
+        """Write what devices and timers did to the trace."""
         self.tracker.trace(self.step, self._timer.spans, spans)
         self._timer.spans = []
-        peaks: dict[str, float] = {}
-        for span in spans:
-            name = f"memory/{span.role}_peak_gb"
-            if span.peak:
-                peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
-        return peaks
+
+
+def memory_peaks(spans: list[Span]) -> dict[str, float]:
+    """``memory/<role>_peak_gb``: GiB that a process held at most while it worked for a role, its other roles' part
+    included; the largest over the role's ranks."""
+    peaks: dict[str, float] = {}
+    for span in spans:
+        name = f"memory/{span.role}_peak_gb"
+        if span.peak:
+            peaks[name] = max(peaks.get(name, 0.0), span.peak / 2**30)
+    return peaks
 
 
 def reference_period(config: RunConfig) -> int:

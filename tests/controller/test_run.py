@@ -63,8 +63,10 @@ def test_a_decaying_schedule_that_a_resume_rescales_is_warned_of(
     run, _ = run_of(tmp_path, "actor.optimizer.schedule=cosine", "steps=10")
     assert run.plan.updates == 1 and run.plan.rows == 256
     run.step = 1
-    saved = run.save()
-    run.tracker.log(1, {})
+    with run.timer("save"):
+        saved = run.save()
+    run._log({})
+    run.tracker.settle()
     resumed, printed = run_of(tmp_path, "steps=10", "checkpoint.resume=auto", *resumed_with)
     resumed.restore(saved)
     assert resumed.step == 1
@@ -207,6 +209,9 @@ def test_what_a_killed_run_did_not_report_of_its_saved_step_is_evaluated_or_warn
     saved = run.save()
     if row is not None:
         run.tracker.log(1, {"actor/loss": 3.0, **row})
+    if row:
+        run.tracker.trace(1, [("save", 1.0, 2.0)], [])
+        run.tracker.settle()
     answers = Answers()
     answers.accuracy = [0.5]
     given = [f"evaluate.every={every}", "checkpoint.every=0", "tracking.rollouts_every=0", "data.prompts_per_step=1"]
@@ -216,6 +221,8 @@ def test_what_a_killed_run_did_not_report_of_its_saved_step_is_evaluated_or_warn
     next(iter(_streamed(resumed).steps()))
     warning = "warning: the run was killed after step 1 had been saved and before it was reported: its metrics, "
     assert (warning in printed.getvalue()) is (row is None)
+    warning = "warning: the run was killed while it wrote the samples of step 1, which it had saved: some may be"
+    assert (warning in printed.getvalue()) is (row == {})
     late = every == 1 and not row
     assert answers.accuracy == ([] if late else [0.5])
     assert resumed.tracker.history("evaluate/accuracy") == ({1: 0.5} if late else {1: 0.25} if row else {})
