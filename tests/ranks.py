@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import tempfile
 import traceback
@@ -15,7 +14,6 @@ def _rank(function: Callable[..., Any], rank: int, world: int, store: str, args:
     import torch
     import torch.distributed as dist
 
-    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
@@ -31,9 +29,11 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     """``[function(rank, *args) for rank in range(world)]``, run at once. A rank's error fails the test with its
     traceback.
 
-    ``function`` must be importable (defined at a module's top level).
+    ``function`` must be importable (defined at a module's top level). Ranks are forks of one process that has imported
+    :mod:`tests.preload`, and have the environment variables of when that was started.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
