@@ -124,7 +124,9 @@ def test_a_path_that_the_system_refuses_to_look_at_is_named(setting: str, refuse
 
 def test_the_run_folder_has_to_be_a_folder(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert f"{tmp_path / 'file'} is a file, not a folder." in refused(f"runs_dir={tmp_path / 'file'}")
+    assert f"{tmp_path / 'file'} is a file, not a folder. Choose another runs_dir." in refused(
+        f"runs_dir={tmp_path / 'file'}"
+    )
 
 
 def test_a_run_that_has_a_checkpoint_is_not_started_anew(refused, checked, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.e2e.drivers import GRPO, SFT, Driver, Ended
 # A test that comes first for a run waits for it, and for the runs before it.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+# One of each kind; tests/checks, tests/data and tests/rewards have the others.
 # Name: driver, overrides ("{}" is the folder of `inputs`), exit code, parts of the message.
 CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
     "unknown key": (
@@ -24,12 +25,6 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
         ["rollout.max_token=6"],
         2,
         ["there is no setting 'rollout.max_token'", "Did you mean 'max_tokens'?"],
-    ),
-    "no model": (
-        GRPO,
-        ["model.path={}/no_model"],
-        2,
-        ["model.path='{}/no_model': no such folder."],
     ),
     "batch that does not divide": (
         GRPO,
@@ -45,12 +40,6 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
         ["pools.train.devices=[999]"],
         2,
         ["pools.train.devices=[999]: pools ask for 999 (train) + 1 (cpu) devices", "cores in all; the cluster has"],
-    ),
-    "empty data": (
-        GRPO,
-        ["data.train={}/empty.jsonl"],
-        1,
-        ["{}/empty.jsonl holds no rows."],
     ),
     "row without a prompt": (
         GRPO,
@@ -76,23 +65,11 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
         1,
         ["reward.function='{}/broken.py:score'", "ZeroDivisionError", "broken.py, line 1"],
     ),
-    "no chat template": (
-        SFT,
-        ["model.tokenizer_path={}/no_template"],
-        1,
-        ["tokenizer at {}/no_template has no chat template.", "model.tokenizer_path"],
-    ),
     "pad token that is text": (
         GRPO,
         ["model.tokenizer_path={}/text_pad"],
         1,
         ["tokenizer at {}/text_pad: pad_token is 'a' (id 97), which ordinary text is made of", "Set pad_token in"],
-    ),
-    "run folder below a file": (
-        GRPO,
-        ["runs_dir={}/empty.jsonl/runs"],
-        2,
-        ["{}/empty.jsonl is a file, not a folder. Choose another runs_dir."],
     ),
 }
 
@@ -102,15 +79,12 @@ def inputs(folder: Path) -> Path:
     """Files and folders with something wrong."""
     at = folder / "inputs"
     at.mkdir()
-    (at / "empty.jsonl").touch()
     rows = [{"prompt": "1+1=", "ground_truth": "2"}, {"ground_truth": "3"}]
     (at / "no_prompt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (at / "broken.py").write_text("x = 1 / 0\n\n\ndef score(prompts, responses, ground_truth):\n    return [x]\n")
-    for name in ("no_template", "text_pad"):
-        (at / name).mkdir()
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(folder / "model" / file, at / name / file)
-    (at / "no_template" / "chat_template.jinja").unlink()
+    (at / "text_pad").mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / "model" / file, at / "text_pad" / file)
     settings = at / "text_pad" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": "a"}))
     return at
