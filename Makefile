@@ -15,7 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DEMO ?= runs/demo
 ARGS ?=
 
-# Marks of the tests that want the machine for themselves.
+# Marks of the tests that start processes.
 SLOW := ray or distributed or e2e
 
 LOCKS := requirements/cpu-torch.txt requirements/cpu.txt
@@ -50,9 +50,9 @@ quickstart: setup ## train a small model from nothing, in minutes, on this machi
 	$(PY) examples/sft.py runs_dir=$(DEMO)
 	$(PY) examples/grpo.py runs_dir=$(DEMO) model.path=$(DEMO)/sft-tiny/model
 
-test: setup ## every test: the fast ones side by side, then one by one those that start Ray, process groups and whole runs
+test: setup ## every test: the fast ones, then those that start Ray, process groups and whole runs
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not ($(SLOW))" $(ARGS); fast=$$?; \
-	$(PY) -m pytest -m "$(SLOW)" $(ARGS); slow=$$?; \
+	$(PY) -m pytest -n 2 --dist loadfile -m "$(SLOW)" $(ARGS); slow=$$?; \
 	case $$fast-$$slow in 0-0 | 0-5 | 5-0) ;; *) exit 1 ;; esac # 5: ARGS left no test of that kind
 
 test-fast: setup ## only the tests that start no processes of their own

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import SHARED_RUNS
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("hybridflow", "examples", "tools", "benchmarks", "tests")
 MAX_FUNCTION_LINES = 60
@@ -86,3 +88,7 @@ def test_other_spellings_are_recognised(name: str):
 @pytest.mark.parametrize("name", ["log_probs", "rollout_log_probs", "log_probability", "catalog_probe"])
 def test_the_right_spelling_is_left_alone(name: str):
     assert not OTHER_SPELLING.search(name)
+
+
+def test_files_that_share_whole_runs_are_there():
+    assert [path for path in SHARED_RUNS if not (ROOT / path).is_file()] == []

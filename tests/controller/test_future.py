@@ -55,10 +55,10 @@ def numbers(count: int, start: int = 0) -> DataProto:
 def test_a_future_is_an_argument_before_it_has_a_value(two: ResourcePool, one: ResourcePool):
     rollout, actor = group_on(two, "rollout", RowWorker), group_on(one, "actor", RowWorker)
     before = time.monotonic()
-    made = rollout.work(numbers(5), 0.5, blocking=False)
+    made = rollout.work(numbers(5), 2.0, blocking=False)
     worked = actor.work(made, 0.0, blocking=False)
     back = rollout.work(worked, 0.0, blocking=False)
-    assert time.monotonic() - before < 0.4, "the driver has not waited"
+    assert time.monotonic() - before < 1.5, "the driver has not waited"
     assert repr(back) == "DataFuture(rollout.work, waiting)" and not back.done()
     with pytest.raises(WorkerError, match=r"no answer within 0.01 s from ranks \[0, 1\] of 2 .*which wait for actor.w"):
         back.result(timeout=0.01)
@@ -74,17 +74,17 @@ def test_two_pools_overlap_without_threads_in_the_driver(two: ResourcePool, one:
     threads = threading.active_count()
     generated, trained = [], []
     for step in range(4):
-        generated.append(rollout.work(numbers(2, start=10 * step), 0.4, blocking=False))
-        trained.append(actor.work(generated[-1], 0.4, blocking=False))
+        generated.append(rollout.work(numbers(2, start=10 * step), 1.0, blocking=False))
+        trained.append(actor.work(generated[-1], 1.0, blocking=False))
     assert threading.active_count() == threads
     results = [future.result() for future in trained]
     assert [found["x"].tolist() for found in results] == [[10 * step + 2, 10 * step + 3] for step in range(4)]
     for step in range(3):
         training, generation = results[step]["clock"][0], generated[step + 1].result()["clock"][0]
         both = min(training[1], generation[1]) - max(training[0], generation[0])
-        assert both > 0.2, f"training of step {step} and generation of step {step + 1} ran at the same time"
+        assert both > 0.3, f"training of step {step} and generation of step {step + 1} ran at the same time"
     seconds = results[-1]["clock"][0, 1] - generated[0].result()["clock"][0, 0]
-    assert seconds < 4 * 0.8 - 0.5, "4 steps took less than their parts one after another"
+    assert seconds < 4 * 2.0 - 1.0, "4 steps took less than their parts one after another"
 
 
 def test_prepare_and_spread_run_where_the_argument_arrives(two: ResourcePool, one: ResourcePool):

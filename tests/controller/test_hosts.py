@@ -1,7 +1,7 @@
 """A cluster of hosts with addresses of their own, started by scripts/ray_hosts.sh: network namespaces on this machine.
 
-What the script does over ssh it does here by `ip netns exec`. Every host has a /tmp/ray of its own, and a name that
-stands for 127.0.0.1 alone. The cable between the two is cut in the end.
+What the script does over ssh it does here by `ip netns exec`. Every host has a /tmp/ray and a ~/.ray of its own, and
+a name that stands for 127.0.0.1 alone. The cable between the two is cut in the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ HEAD, SECOND = "10.213.77.1", "10.213.77.2"
 
 ON = """#!/bin/bash
 host=$1; shift
-exec ip netns exec "$host" unshare --mount \\
-  bash -c 'mount --bind "{folder}/$0" /tmp/ray && exec bash -c "$*"' "$host" "$@"
+exec ip netns exec "$host" unshare --mount bash -c '
+  mount --bind "{folder}/$0" /tmp/ray && mount --bind "{folder}/$0.token" ~/.ray && exec bash -c "$*"
+' "$host" "$@"
 """
 
 DRIVER = """
@@ -98,12 +99,14 @@ def hosts(tmp_path: Path) -> Iterator[tuple[str, str]]:
         pytest.skip("needs root, ip, unshare and mount for hosts of its own")
     names = (f"hf{os.getpid()}a", f"hf{os.getpid()}b")
     bridge = f"hfbr{os.getpid()}"
-    Path("/tmp/ray").mkdir(exist_ok=True)
+    for folder in (Path("/tmp/ray"), Path.home() / ".ray"):
+        folder.mkdir(exist_ok=True)
     try:
         run("ip", "link", "add", bridge, "type", "bridge")
         run("ip", "link", "set", bridge, "up")
         for name, address in zip(names, (HEAD, SECOND), strict=True):
             (tmp_path / name).mkdir()
+            (tmp_path / f"{name}.token").mkdir()
             run("ip", "netns", "add", name)
             run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
             run("ip", "link", "set", f"v{name}", "master", bridge, "up")

@@ -15,7 +15,8 @@ A driver takes most of its time to import vLLM and to start Ray, so there are as
     reward_model (1 device) -> safe (1 device, 12 steps)    pairs told apart; the model as reward, costs that fall
 
 Runs that do not need each other share the machine: sft and straight, continued and recovered, apart and ahead, dpo and
-remax, split and standalone.
+remax, split and standalone. Of two pytest workers each makes the runs of its own files;
+the root's conftest.py keeps files that look at the same runs on one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PPO's run: what the critic says and leaves behind, its warm-up, that it learns; micro-batches change nothing."""
+"""PPO's run: what the critic says and leaves behind, its warm-up, that it learns; what may change no weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import Finished
-from tests.e2e.drivers import metrics_of
+from tests.e2e.drivers import metrics_of, rows_of
 
 # A test that comes first for a run waits for it.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -68,3 +68,20 @@ def test_devices_and_micro_batches_change_no_weight(ppo_runs: tuple[Finished, Fi
         whole, pieces = (saved(run, 3, model) for run in ppo_runs)
         for name, weight in whole.items():
             torch.testing.assert_close(pieces[name], weight, rtol=0, atol=1e-6, msg=f"{model} {name}")
+
+
+@pytest.mark.parametrize("name", ["split", "standalone"])
+def test_pools_of_their_own_change_no_answer_no_value_and_no_update(
+    name: str, ppo_runs: tuple[Finished, Finished], placements: dict[str, Finished]
+) -> None:
+    together, apart = ppo_runs[1], placements[name]
+    assert rows_of(apart.run_dir / "rollouts.jsonl") == rows_of(together.run_dir / "rollouts.jsonl")
+    found, expected = metrics_of(apart.run_dir), metrics_of(together.run_dir)
+    names = ("reward/mean", "reward/kl", "critic/loss", "critic/grad_norm", "rollout_vs_trainer/max_diff")
+    for metric in names:
+        assert [found[step][metric] for step in (1, 2, 3)] == [expected[step][metric] for step in (1, 2, 3)], metric
+    for metric in ("actor/loss", "actor/grad_norm"):  # from the first step after the critic's warm-up
+        assert found[3][metric] == expected[3][metric] != 0, metric
+    assert found[3]["reward/kl"] == expected[3]["reward/kl"]
+    # A pool's processes have one phase each; only where training and generation share one does it change.
+    assert ("phase/generation/seconds" in found[3]) == (name == "split")
