@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                                    # 8 prompts x 8 samples x up to 64 tokens
     python benchmarks/step.py data.prompts_per_step=16 rollout.max_tokens=8
+    python benchmarks/step.py --apart data.prompts_per_step=64   # answers are scored before the actor works, not beside
 
 Takes the overrides of ``examples/grpo.py``. Prints the median seconds of each, and their ratio; then what the driver
 spent in each part of a step, the bare part over it, and the share of the step that is none of them.
@@ -26,6 +27,7 @@ from hybridflow.data import demo
 from hybridflow.report.summary import read_metrics
 
 ASSETS = Path("runs/benchmarks/assets")
+APART = "--apart"
 WARM_UP = 3
 PARTS = ("generate", "log_probs", "update")
 SHAPE = [
@@ -45,12 +47,14 @@ SHAPE = [
 ]
 
 
-def step(run: Run, prompts: hybridflow.DataProto, config: GRPOConfig) -> hybridflow.DataProto:
-    """The loop body of ``examples/grpo.py``."""
+def step(run: Run, prompts: hybridflow.DataProto, config: GRPOConfig, apart: bool) -> hybridflow.DataProto:
+    """The loop body of ``examples/grpo.py``; with ``apart`` its parts have the cores for themselves."""
     with run.timer("generate"):
         batch = run.rollout.generate(prompts.repeat(config.rollout.n))
     with run.timer("reward"):
         scored = run.reward.score(batch, blocking=False)
+        if apart:
+            scored.result()
     with run.timer("log_probs"):
         batch = batch.union(run.actor.log_probs(batch))
     with run.timer("ref_log_probs"):
@@ -68,7 +72,8 @@ def step(run: Run, prompts: hybridflow.DataProto, config: GRPOConfig) -> hybridf
 def main() -> None:
     if not (ASSETS / "model").exists():
         demo.write_demo(ASSETS, 0)
-    config = load("grpo", GRPOConfig, [*SHAPE, *sys.argv[1:]])
+    overrides = [argument for argument in sys.argv[1:] if argument != APART]
+    config = load("grpo", GRPOConfig, [*SHAPE, *overrides])
     shutil.rmtree(Path(config.runs_dir) / config.name, ignore_errors=True)
     whole: list[float] = []
     parts: dict[str, list[float]] = {}
@@ -82,7 +87,7 @@ def main() -> None:
             prompts = next(steps, None)
             if prompts is None:
                 break
-            batch = step(run, prompts, config)
+            batch = step(run, prompts, config, apart=APART in sys.argv)
             seconds = time.perf_counter() - start
             found = bare.run_parts(batch.select(["prompts", "responses"], []))
             if run.step > WARM_UP:
