@@ -90,9 +90,11 @@ def keep_groups(column: str) -> Callable[[DataProto, int, RunConfig], list[list[
     """
 
     def spread(batch: DataProto, num_parts: int, config: RunConfig) -> list[list[int]]:
-        values = batch[column].tolist()
+        values = [] if batch.signature(column).kind == "jagged" else batch[column].tolist()
         # A tensor's hash is its identity, so that every row would be a group of its own.
-        if not all(isinstance(value, Hashable) and not isinstance(value, torch.Tensor) for value in values):
+        if len(values) != len(batch) or not all(
+            isinstance(value, Hashable) and not isinstance(value, torch.Tensor) for value in values
+        ):
             raise DataError(
                 f"keep_groups({column!r}): the column's cells cannot be compared as group ids. Give a column of "
                 f"numbers or strings, one for each row."

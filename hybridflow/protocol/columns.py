@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,7 @@ def same_value(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if is_dataclass(type(a)) and type(a) is type(b):
         return all(same_value(getattr(a, f.name, None), getattr(b, f.name, None)) for f in fields(a))  # type: ignore[arg-type]
-    if isinstance(a, (float, np.floating)) and isinstance(b, (float, np.floating)) and a != a and b != b:
+    if isinstance(a, Number) and isinstance(b, Number) and a != a and b != b:
         return True
     try:
         return bool(a == b)

@@ -288,8 +288,8 @@ class DataProto:
         """
         old = self._names("rename", "the columns", old_keys, self._columns)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old) != len(new):
-            raise DataError(f"rename: {len(old)} old names {old} but {len(new)} new names {new}; give one for each.")
+        if len(old) != len(new) or len(set(old)) != len(old):
+            raise DataError(f"rename: {len(set(old))} old names {old} but {len(new)} new names {new}; one for each.")
         names = dict(zip(old, new, strict=True))
         renamed: dict[str, Column] = {}
         for key, column in self._columns.items():
@@ -310,6 +310,8 @@ class DataProto:
             DataError: where the numbers of rows differ; names the column and the first row that differ, or the
                 ``meta_info`` key and both values.
         """
+        if not isinstance(other, DataProto):
+            raise DataError(f"union: a {type(other).__name__} is no DataProto; of a call that runs, give .result().")
         mine, theirs = self._columns, other._columns
         if mine and theirs and len(self) != len(other):
             raise DataError(
@@ -407,7 +409,7 @@ class DataProto:
 
     def unpad(self, pad_size: int) -> DataProto:
         """All rows but the last ``pad_size``, 0 <= pad_size <= B."""
-        if not isinstance(pad_size, (int, np.integer)) or not 0 <= pad_size <= len(self):
+        if isinstance(pad_size, bool) or not isinstance(pad_size, (int, np.integer)) or not 0 <= pad_size <= len(self):
             raise DataError(f"unpad: pad_size={pad_size!r} is outside of 0..{len(self)}, the number of rows.")
         return self[: len(self) - pad_size]
 

@@ -10,12 +10,17 @@ once, never row by row, and keep dtype and device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from hybridflow.errors import DataError
+
+_INDEXED_AS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes that torch cannot write to by index, and those of the same size whose bits are written instead."""
 
 
 def is_jagged(value: object) -> bool:
@@ -208,10 +213,26 @@ def pad_jagged(column: Jagged, value: float = 0, side: str = "right") -> torch.T
         raise DataError(f"to_padded: side={side!r}; choose 'right' or 'left'.")
     values, lengths, offsets = column.values, column.lengths, column.offsets
     longest = int(lengths.max()) if len(lengths) else 0
-    dense = values.new_full((len(lengths), longest, *values.shape[1:]), value)
+    dense = values.new_full((len(lengths), longest, *values.shape[1:]), _element(value, values.dtype))
     row = torch.repeat_interleave(lengths, output_size=len(values))
     place = torch.arange(len(values), device=values.device) - offsets[:-1][row]
     if side == "left":
         place = place + longest - lengths[row]
-    dense[row, place] = values
+    bits = _INDEXED_AS.get(values.dtype)
+    if bits is None:
+        dense[row, place] = values
+    else:
+        dense.view(bits)[row, place] = values.view(bits)
     return dense
+
+
+def _element(value: Any, dtype: torch.dtype) -> Any:
+    """The value, which a tensor of the dtype can hold; raises DataError where it cannot: torch would change it."""
+    try:
+        element = torch.tensor(value, dtype=dtype).item()
+        fits = dtype.is_floating_point and (not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
+        if fits or element == value:
+            return element
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise DataError(f"to_padded: the column is {dtype}, which has no value {value!r}. Give a value of that dtype.")

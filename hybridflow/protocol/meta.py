@@ -153,7 +153,7 @@ def merge_metrics(parts: Sequence[Any]) -> list[dict[str, Any]]:
         entries = [part] if isinstance(part, Mapping) else part
         if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, Mapping) for entry in entries):
             raise DataError(
-                f"concat: meta_info['metrics'] is {short(part)} in part {index}; it must be a dict or a list of dicts."
+                f"meta_info['metrics'] is {short(part)} in part {index}; it must be a dict or a list of dicts."
             )
         dicts.extend(entries or [{}])
     names = dict.fromkeys(name for entry in dicts for name in entry)

@@ -211,7 +211,12 @@ def mini_batches(
         )
     if seed is not None and shuffle is False:
         raise DataError(f"make_iterator: seed={seed} has no effect with shuffle=False; drop one of them.")
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    generator = None
+    if seed is not None:
+        whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+        if not whole or not -(2**63) <= seed < 2**64:
+            raise DataError(f"make_iterator: seed={seed!r}; give an integer of 64 bits.")
+        generator = torch.Generator().manual_seed(int(seed))
     shuffled = shuffle or seed is not None
 
     def batches() -> Iterator[np.ndarray]:

@@ -28,12 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Number
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 from hybridflow.errors import ConfigError, DataError, nearest
+from hybridflow.protocol.columns import short
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metric
+from hybridflow.protocol.rows import row_numbers
 from hybridflow.resharding.layout import Layout, generation_of, training_of
 
 PADDED_ROWS = "padded_rows"
@@ -67,6 +69,10 @@ class PerRank(Generic[_Value]):
     """
 
     values: Sequence[_Value]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, (str, bytes, Mapping)) or not hasattr(self.values, "__getitem__"):
+            raise DataError(f"PerRank of a {type(self.values).__name__}: give a list with one value for each rank.")
 
 
 @dataclass(frozen=True)
@@ -295,7 +301,7 @@ def _choose_rows(layout: Layout, call: Call, num_chunks: int) -> Sequence[Sequen
     if call.spread is None:
         chunks: Sequence[Sequence[int]] = chunk_rows(num_rows, num_chunks)
     else:
-        chunks = call.spread(call.batches[0], num_chunks)
+        chunks = _spread_rows(call, call.spread(call.batches[0], num_chunks), num_rows)
         if len(chunks) != num_chunks or sorted(row for chunk in chunks for row in chunk) != list(range(num_rows)):
             raise DataError(
                 f"{call.where}: its spread gave {len(chunks)} chunks with {sum(map(len, chunks))} rows for "
@@ -310,6 +316,17 @@ def _choose_rows(layout: Layout, call: Call, num_chunks: int) -> Sequence[Sequen
             f"{num_chunks} rows (data.prompts_per_step * rollout.n), or change the role's layout."
         )
     return chunks
+
+
+def _spread_rows(call: Call, chosen: Any, num_rows: int) -> list[list[int]]:
+    """What a spread returned, as plain integers: ranges of any step, arrays and tensors are row numbers too."""
+    try:
+        return [row_numbers(chunk, num_rows).tolist() for chunk in chosen]
+    except (DataError, TypeError) as error:
+        raise DataError(
+            f"{call.where}: its spread gave {short(chosen)}, which are no rows ({error}). Return a list of row "
+            f"numbers for each replica."
+        ) from error
 
 
 def join(call: Call, dispatch: Dispatch, outputs: Sequence[Any], ranks: Sequence[int]) -> Any:
@@ -333,7 +350,7 @@ def join(call: Call, dispatch: Dispatch, outputs: Sequence[Any], ranks: Sequence
                 raise DataError(f"{call.where}: rank {rank} returned {kind} where others returned a DataProto.")
         kept = {rank: _unpad(call, dispatch, rank, part) for rank, part in zip(ranks, parts, strict=True)}
         return _in_order(call, dispatch, {rank: part for rank, part in kept.items() if part is not None})
-    if all(isinstance(part, dict) and all(isinstance(v, Number) for v in part.values()) for part in parts):
+    if all(isinstance(part, dict) and all(isinstance(v, Real) for v in part.values()) for part in parts):
         return _average(call, dispatch, ranks, parts)
     return parts
 

@@ -135,6 +135,9 @@ def test_cells_that_are_no_group_ids_are_refused():
     tensors = DataProto.from_dict({}, {"ids": [torch.tensor(1), torch.tensor(1)]})
     with pytest.raises(DataError, match=r"keep_groups\('ids'\): the column's cells cannot be compared"):
         keep_groups("ids")(tensors, 2, RunConfig())
+    jagged = DataProto.from_dict({"prompts": DataProto.jagged([[1], [1, 2]])})
+    with pytest.raises(DataError, match=r"keep_groups\('prompts'\): the column's cells cannot be compared"):
+        keep_groups("prompts")(jagged, 2, RunConfig())
     with pytest.raises(DataError, match=r"no column 'group'"):
         keep_groups("group")(batch, 2, RunConfig())
 

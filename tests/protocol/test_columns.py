@@ -116,6 +116,7 @@ def test_the_first_differing_row_is_found():
     [
         (math.nan, float("nan"), True),
         (np.float32("nan"), math.nan, True),
+        (complex(1, math.nan), complex(1, math.nan), True),
         (1, 1.0, True),
         ([1, math.nan], [1, float("nan")], True),
         ([1], (1,), False),

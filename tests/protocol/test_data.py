@@ -301,6 +301,8 @@ def test_rename_keeps_order_and_rows_and_leaves_the_caller():
         data.rename("token", "x")
     with pytest.raises(DataError, match="2 old names .* but 1 new names"):
         data.rename(["rewards", "tokens"], ["x"])
+    with pytest.raises(DataError, match="1 old names .* but 2 new names"):
+        data.rename(["rewards", "rewards"], ["x", "y"])
 
 
 def test_union_has_the_columns_of_both():
@@ -356,6 +358,12 @@ def test_union_refuses_other_row_numbers_kinds_dtypes_and_meta_info():
         data.union(DataProto.from_dict({"answer": torch.zeros(3)}))
     with pytest.raises(DataError, match=r"meta_info\['temperature'\] is 0.7 in part 0 but 1.0 in part 1"):
         data.union(DataProto(meta_info={"temperature": 1.0}))
+
+
+@pytest.mark.parametrize("other", [None, {"x": torch.zeros(3)}])
+def test_union_with_what_is_no_batch_says_so(other):
+    with pytest.raises(DataError, match=rf"union: a {type(other).__name__} is no DataProto; .*\.result\(\)"):
+        table().union(other)
 
 
 def test_every_error_about_a_column_names_it():  # known fault 10

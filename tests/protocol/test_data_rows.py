@@ -72,6 +72,8 @@ def test_padding_leaves_the_caller_as_long_as_it_was():  # known fault 1
         data.unpad(4)
     with pytest.raises(DataError, match="pad_size='1' is outside of 0..3"):
         data.unpad("1")
+    with pytest.raises(DataError, match="pad_size=True"):
+        data.unpad(True)
 
 
 def test_reorder_returns_a_new_object_and_wants_a_permutation():
@@ -163,4 +165,7 @@ def test_make_iterator_refuses_at_the_call():
         data.make_iterator(5, 1, seed=1, shuffle=False)
     with pytest.raises(DataError, match="epochs=0"):
         data.make_iterator(5, 0)
+    for seed in (1.5, True, "1", 2**64):
+        with pytest.raises(DataError, match=f"seed={seed!r}; give an integer of 64 bits"):
+            data.make_iterator(5, 1, seed=seed)
     assert list(data[:0].make_iterator(4, 3, seed=1)) == []

@@ -5,6 +5,7 @@ Known fault 9: jagged tensors that cannot be indexed.
 
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -163,6 +164,40 @@ def test_padded_and_back_is_the_identity(dtype, side):
     assert rows_of(DataProto.from_dict({"x": DataProto.from_padded(dense, mask)})) == ROWS
     with pytest.raises(DataError, match="side='middle'"):
         data.to_padded("x", side="middle")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_wide_unsigned_rows_are_padded_too(dtype):
+    data = DataProto.from_dict({"x": DataProto.jagged([torch.tensor(row, dtype=dtype) for row in ([1, 2], [], [3])])})
+    assert data.to_padded("x", value=9).tolist() == [[1, 2], [9, 9], [3, 9]]
+    assert data.to_padded("x", side="left").tolist() == [[1, 2], [0, 0], [0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, 0.5),
+        (torch.int64, math.nan),
+        (torch.uint8, -1),
+        (torch.int8, 300),
+        (torch.bool, -1),
+        (torch.float16, 1e6),
+        (torch.float32, 1j),
+        (torch.int64, None),
+    ],
+)
+def test_a_padding_that_the_dtype_cannot_hold_is_refused_and_not_changed(dtype, value):
+    data = data_of([[1], []], dtype)
+    with pytest.raises(
+        DataError, match=rf"to_padded: the column is {dtype}, which has no value {re.escape(repr(value))}"
+    ):
+        data.to_padded("x", value=value)
+
+
+def test_a_padding_that_the_dtype_rounds_is_rounded():
+    assert data_of([[1], []], torch.bfloat16).to_padded("x", value=0.1)[1].item() == torch.tensor(0.1).bfloat16().item()
+    assert data_of([[1], []], torch.float16).to_padded("x", value=-math.inf)[1].item() == -math.inf
+    assert data_of([[1], []], torch.bool).to_padded("x", value=1).tolist() == [[True], [True]]
 
 
 def test_equal_nans_in_jagged_rows_are_equal_and_differences_are_found():

@@ -271,6 +271,14 @@ def test_a_spread_chooses_the_rows_of_every_batch_of_the_call():
     assert back["text"].tolist() == [f"row {i}" for i in range(5)]
 
 
+@pytest.mark.parametrize("kind", [range, np.arange, torch.arange])
+def test_the_rows_of_a_spread_may_be_ranges_with_a_step_arrays_or_tensors(kind: Callable[..., Any]):
+    dealt = Call((batch_of(5),), uneven="balance", spread=lambda batch, n: [kind(i, 5, n) for i in range(n)])
+    shares = transfer_protocol(Protocol.DP).distribute(ParallelLayout(dp=2), dealt).payloads
+    assert [args[0]["x"].tolist() for args, _ in shares] == [[0, 2, 4], [1, 3]]
+    assert run(Protocol.DP, ParallelLayout(dp=2), dealt, identity)["x"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_spread_that_loses_rows_or_cannot_be_undone_is_refused():
     def lost(batch: DataProto, num_chunks: int) -> list[list[int]]:
         return [[0], [2]]
@@ -278,6 +286,10 @@ def test_a_spread_that_loses_rows_or_cannot_be_undone_is_refused():
     layout = ParallelLayout(dp=2)
     with pytest.raises(DataError, match=r"a\.b: its spread gave 2 chunks with 2 rows for 2 replicas and 3 rows"):
         run(Protocol.DP, layout, Call((batch_of(3),), where="a.b", spread=lost), identity)
+    for chosen, reason in ((None, "'NoneType'"), ([[0.0, 1.0], [2.0]], "dtype float64"), ([[0, 1], [9]], "row 9")):
+        call = Call((batch_of(3),), where="a.b", spread=lambda batch, n, chosen=chosen: chosen)
+        with pytest.raises(DataError, match=rf"a\.b: its spread gave .* which are no rows \(.*{reason}.*\)\. Return"):
+            run(Protocol.DP, layout, call, identity)
     call = Call((batch_of(3),), where="a.b", uneven="balance", spread=lambda batch, n: [[2, 0], [1]])
     with pytest.raises(DataError, match=r"a\.b: rank 0 returned 1 rows for 2, so the rows.*without spread"):
         run(Protocol.DP, layout, call, lambda rank, batch: batch[:1])
@@ -332,6 +344,7 @@ def test_other_outputs_are_listed_and_nothing_stays_nothing():
     layout = ParallelLayout(tp=2, dp=2)
     assert run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, batch: f"r{rank}") == ["r0", "r2"]
     assert run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, batch: None) is None
+    assert run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, batch: {"z": 1j}) == [{"z": 1j}] * 2
     with pytest.raises(DataError, match="rank 2 returned str where others returned a DataProto"):
         run(Protocol.THREE_D, layout, Call((batch_of(2),)), lambda rank, b: b if rank < 2 else "r2")
 
