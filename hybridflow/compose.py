@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import hydra
+import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,11 +31,21 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 
 from hybridflow.config import GRPOConfig, RunConfig
 from hybridflow.errors import ConfigError, HybridFlowError, WorkerError, nearest
-from hybridflow.settings import SCHEMAS, children, doc_of, free_dicts, groups_of, settings_of, type_at, type_text
+from hybridflow.settings import (
+    SCHEMAS,
+    children,
+    doc_of,
+    expand,
+    free_dicts,
+    groups_of,
+    settings_of,
+    type_at,
+    type_text,
+)
 
 Config = TypeVar("Config", bound=RunConfig)
 ConfigT_contra = TypeVar("ConfigT_contra", bound=RunConfig, contravariant=True)
@@ -178,7 +189,7 @@ def compose(
         try:
             composed = hydra.compose(config_name, overrides=groups)
         except Exception as error:  # Hydra and OmegaConf share no base class
-            raise _explained(error, config_name, guess) from None
+            raise _wrong_shape(error, folders, guess) or _explained(error, config_name, guess) from None
     made_for = OmegaConf.get_type(composed)
     if made_for is None or made_for not in schemas.values():
         want = guess.__name__
@@ -223,6 +234,12 @@ def typed(composed: DictConfig, schema: type[Config], config_name: str) -> Confi
             )
         )
     assert isinstance(result, schema)
+    for setting in settings_of(schema):
+        if typing.get_origin(setting.type) is list:  # of whose items OmegaConf lets containers pass
+            for path, items in expand(result, setting.path):
+                for item in items:
+                    if not isinstance(item, typing.get_args(setting.type)[0]):
+                        raise _wrong_item(path, item, setting.type)
     return result
 
 
@@ -321,7 +338,7 @@ def _changed(composed: DictConfig, override: Override, schema: type) -> DictConf
         value = {name: value}
     try:
         return OmegaConf.merge(composed, value)  # type: ignore[return-value]
-    except ValidationError as error:
+    except (ValidationError, ConfigTypeError) as error:
         raise _wrong_type(error, "", schema, override.value(), path) from None
     except OmegaConfBaseException as error:
         raise _explained(error, "", schema) from None
@@ -401,13 +418,38 @@ def _wrong_type(error: Any, where: str, schema: type, given: Any = None, at: str
     value = found[1] or found[2] if found else "null" if given is None else given
     if not found and where:
         value = None  # a config file's value is only known where OmegaConf repeats it
-    wants_mapping = dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict
-    hint = (
-        f" Write {path}={{...}}."
-        if wants_mapping
-        else f" Write {path}=[...]."
-        if typing.get_origin(kind) is list
-        else ""
-    )
+    if (error.full_key or "").endswith("]") and typing.get_origin(kind) is list:
+        return _wrong_item(f"{where}{path}", value, kind)
+    hints = {dict: f" Write {path}={{...}}.", list: f" Write {path}=[...]."}
+    hint = hints.get(_container(kind), "")
     shown = "" if value is None else f"={value}"
     return ConfigError(f"{where}{path}{shown} has the wrong type: expected {type_text(kind)}.{hint}")
+
+
+def _wrong_item(path: str, item: Any, kind: Any) -> ConfigError:
+    return ConfigError(f"{path}: {item} in the list has the wrong type: expected {type_text(kind)}.")
+
+
+def _container(kind: Any) -> Any:
+    """``list`` or ``dict`` where a type is one or a group of settings, else None."""
+    return dict if dataclasses.is_dataclass(kind) else typing.get_origin(kind)
+
+
+def _wrong_shape(error: BaseException, folders: Sequence[Path], schema: type) -> ConfigError | None:
+    """The list in a config file where a mapping belongs, or the mapping where a list does: OmegaConf does not say."""
+    file = re.match(r"In '([^']+)':? ?", str(error))
+    if file is None or _cause(error, ConfigTypeError) is None:
+        return None
+    path = next((p for folder in reversed(folders) if (p := folder / f"{file[1]}.yaml").is_file()), None)
+    if path is None:
+        return None
+    whole = "@package _global_" in path.read_text("utf-8") or "/" not in file[1]
+    places = [("" if whole else file[1].rpartition("/")[0], yaml.safe_load(path.read_text("utf-8")))]
+    while places:
+        at, value = places.pop(0)
+        wanted = _container(type_at(schema, at)) if at else dict
+        if wanted in (list, dict) and isinstance(value, list | dict) and not isinstance(value, wanted):
+            return _wrong_type(_cause(error, ConfigTypeError), f"in config file {file[1]!r}: ", schema, value, at)
+        if isinstance(value, dict):
+            places += [(f"{at}.{key}" if at else str(key), below) for key, below in value.items() if key != "defaults"]
+    return None

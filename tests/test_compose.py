@@ -113,7 +113,17 @@ KNOWN_LOSS = "Known: aggregation, clip_high, clip_low, cov_high, "
             "pools.train.devices=2",
             "pools.train.devices=2 has the wrong type: expected list of integers. Write pools.train.devices=[...].",
         ),
-        ("pools.train.devices=[a]", "pools.train.devices=a has the wrong type: expected list of integers."),
+        (
+            "pools.train.devices=[a]",
+            "pools.train.devices: a in the list has the wrong type: expected list of integers.",
+        ),
+        ("pools.train.devices=[[1]]", "pools.train.devices: [1] in the list has the wrong type"),
+        ("memory.offload=[{a: 1}]", "memory.offload: {'a': 1} in the list has the wrong type: expected list of text."),
+        (
+            "rollout.stop_token_ids={a: 1}",
+            "rollout.stop_token_ids={'a': 1} has the wrong type: expected list of integers",
+        ),
+        ("reward.components=[a]", "reward.components=['a'] has the wrong type: expected mapping."),
         (
             "roles.actor=train",
             "roles.actor=train has the wrong type: expected mapping of pool, layout. Write roles.actor={...}.",
@@ -170,6 +180,11 @@ def test_every_missing_value_is_named_with_its_meaning() -> None:
             "roles: {actor: train}",
             "in config file 'mine': roles.*=train has the wrong type: expected mapping of pool, layout.",
         ),
+        ("reward: {components: [a]}", "in config file 'mine': reward.components has the wrong type: expected mapping."),
+        (
+            "rollout: {stop_token_ids: {a: 1}}",
+            "in config file 'mine': rollout.stop_token_ids has the wrong type: expected",
+        ),
         ("a: [", "config 'mine': not readable as YAML"),
     ],
 )
@@ -178,6 +193,14 @@ def test_a_wrong_config_file_is_named(text: str, message: str, tmp_path: Path) -
     with pytest.raises(ConfigError) as caught:
         compose.load("mine", GRPOConfig, config_dir=tmp_path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("head", "key"), [("", "options"), ("# @package _global_\n", "data: {options")])
+def test_a_list_in_a_file_of_a_group_is_named_too(head: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text(f"{head}{key}: [1]{'}' if head else ''}\n")
+    with pytest.raises(ConfigError, match="in config file 'data/mine': data.options has the wrong type: expected mapp"):
+        compose.load("grpo", GRPOConfig, ["data=mine"], config_dir=tmp_path)
 
 
 def test_a_wrong_file_of_a_group_is_named(tmp_path: Path) -> None:

@@ -39,8 +39,7 @@ def launch(config: RunConfig) -> Iterator[Run]:
         config: the typed configuration, as ``hybridflow.driver`` gives it.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: a setting, the data, the model folder or the reward function is
-            wrong; nothing was started.
+        ConfigError, DataError, ModelError: a setting, the data or the model folder is wrong; nothing was started.
         PlacementError: the cluster cannot hold the placement.
     """
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # a deprecation inside tensordict

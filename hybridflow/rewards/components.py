@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridflow.config import RewardConfig
-from hybridflow.errors import RewardError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.functions import Call, Component, Outcome, failure
 
 VERDICT = "verdict"
@@ -46,8 +46,15 @@ def check_reward(config: RewardConfig, where: str = "reward") -> None:
     """Import every function, so that a run fails before anything is started.
 
     Raises:
-        RewardError: names the setting, and what is there instead.
+        ConfigError: names the setting, and what is there instead.
     """
+    try:
+        _check_calls(config, where)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_calls(config: RewardConfig, where: str) -> None:
     calls = [Call(component) for component in components_of(config, where)]
     if config.judge.path and not any(call.reads(VERDICT) for call in calls):
         raise RewardError(

@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import signal
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,8 @@ class Call:
         if self._known is not None:
             _check_signature(component, self._known)
         self.is_async = is_async(self._function)
+        if inspect.isgeneratorfunction(self._function) or inspect.isasyncgenfunction(self._function):
+            raise RewardError(f"{setting}={component.function!r} yields its values; return a list of them.")
 
     def reads(self, column: str) -> bool:
         """Whether the function is given a column where a batch has it."""
@@ -108,6 +111,11 @@ class Call:
         if not self._function.__module__.startswith(f"{__package__}."):
             return
         assert self._known is not None
+        hints = typing.get_type_hints(self._function)
+        for name, value in self._options.items():
+            fits = {float: (int, float), int: int, bool: bool, str: str}.get(hints[name], object)
+            if not isinstance(value, fits) or (isinstance(value, bool) and hints[name] in (int, float)):
+                raise RewardError(f"{setting}.options: {name}={value!r} is no {hints[name].__name__}. Mend it.")
         nothing = {name: [] for name in self._known if name in (*ARGUMENTS, "verdict", "extra_info")}
         try:
             self._function(**{**nothing, **self._options})

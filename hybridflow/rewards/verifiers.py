@@ -84,6 +84,8 @@ def math_verify(
     from math_verify import parse, verify
 
     _check_extract(extract)
+    if seconds < 1:
+        raise ValueError(f"seconds={seconds}: has to be at least 1")
     scores = []
     for response, truth in zip(responses, ground_truth, strict=True):
         wanted = notation.plain(reference(truth))

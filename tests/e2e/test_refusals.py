@@ -56,13 +56,13 @@ CASES: dict[str, tuple[Path, list[str], int, list[str]]] = {
     "no reward module": (
         GRPO,
         ["reward.function=no_such_module:score"],
-        1,
+        2,
         ["reward.function='no_such_module:score'", "no_such_module"],
     ),
     "reward file that fails": (
         SFT,
         ["reward.function={}/broken.py:score"],
-        1,
+        2,
         ["reward.function='{}/broken.py:score'", "ZeroDivisionError", "broken.py, line 1"],
     ),
     "pad token that is text": (

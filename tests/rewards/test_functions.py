@@ -68,6 +68,13 @@ def test_a_wrong_signature_or_option_is_refused():
     assert "reward.options.responses is an argument" in refusal(f"{HOSTILE}:with_extra", responses=2)
 
 
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_yields_is_refused(kind: str, tmp_path: Path):
+    path = tmp_path / f"yields_{kind[:3]}.py"
+    path.write_text(f"{kind} each(prompts, responses, ground_truth):\n    yield 1.0\n")
+    assert "py:each' yields its values; return a list of them." in refusal(f"{path}:each")
+
+
 def test_an_error_names_the_component():
     with pytest.raises(RewardError, match=r"reward\.components\.length\.function='tests.*: tests.* has no 'lenght'"):
         call(f"{HOSTILE}:lenght", "reward.components.length")

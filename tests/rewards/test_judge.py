@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import JudgeConfig, RewardComponentConfig, RewardConfig
-from hybridflow.errors import RewardError
+from hybridflow.errors import ConfigError
 from hybridflow.rewards.components import check_reward
 from hybridflow.rewards.judge import question_of, score
 from hybridflow.rewards.scorer import Scorer
@@ -90,10 +90,10 @@ def test_functions_and_judges_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     check_reward(RewardConfig(function=own, judge=judge))
     check_reward(RewardConfig(function=maybe))
     check_reward(RewardConfig(components={"said": RewardComponentConfig(own)}, judge=judge))
-    with pytest.raises(RewardError, match="reward.judge.path='judge', but no function of reward reads what the judge"):
+    with pytest.raises(ConfigError, match="reward.judge.path='judge', but no function of reward reads what the judge"):
         check_reward(RewardConfig(judge=judge))
     message = "cost.components.said.function='.*own.py:own' reads the column 'verdict', which a judge gives. Set "
-    with pytest.raises(RewardError, match=message + "cost.judge.path to the folder of a language model."):
+    with pytest.raises(ConfigError, match=message + "cost.judge.path to the folder of a language model."):
         check_reward(RewardConfig(components={"said": RewardComponentConfig(own)}), "cost")
 
 
@@ -103,7 +103,13 @@ def test_functions_and_judges_that_do_not_fit_are_refused(tmp_path: Path) -> Non
         ("judge:score", {"pattern": "Score: ("}, r"pattern='Score: \(': missing \), unterminated"),
         ("judge:score", {"pattern": "Score: 7"}, r"pattern='Score: 7': has no group. Put the number in parentheses"),
         ("judge:score", {"lowest": 5, "highest": 5}, "lowest=5, highest=5: a scale goes from a lower"),
-        ("judge:score", {"lowest": "a"}, "not supported between"),
+        ("judge:score", {"lowest": "a"}, "lowest='a' is no float"),
+        ("judge:score", {"lowest": True}, "lowest=True is no float"),
+        ("verifiers:exact_match", {"extract": ["number"]}, r"extract=\['number'\] is no str"),
+        ("verifiers:exact_match", {"ignore_case": "maybe"}, "ignore_case='maybe' is no bool"),
+        ("verifiers:math_verify", {"seconds": 0.5}, "seconds=0.5 is no int"),
+        ("verifiers:math_verify", {"seconds": 0}, "seconds=0: has to be at least 1"),
+        ("verifiers:format_match", {"pattern": 5}, "pattern=5 is no str"),
         ("verifiers:exact_match", {"extract": "boxd"}, "extract='boxd': choose one of all"),
         ("verifiers:math_verify", {"extract": "boxd"}, "extract='boxd': choose one of all"),
         ("verifiers:reasoning_gym", {"extract": "boxd"}, "extract='boxd': choose one of all"),
@@ -119,5 +125,5 @@ def test_options_of_the_built_in_functions_are_looked_at_before_a_run(
         ("reward", RewardConfig(function=part.function, options=options, judge=judge)),
         ("reward.components.extra", RewardConfig(components={"extra": part}, judge=judge)),
     ):
-        with pytest.raises(RewardError, match=rf"{where}\.options: .*{message}"):
+        with pytest.raises(ConfigError, match=rf"{where}\.options: .*{message}"):
             check_reward(config)
