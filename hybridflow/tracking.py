@@ -471,7 +471,9 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _line(row: Mapping[str, Any], end: bytes) -> bytes:
-    return json.dumps(row, allow_nan=False, ensure_ascii=False, default=str).encode() + end
+    # Half of a surrogate pair, as a reward function's message may hold, is no UTF-8, but JSON has an escape for it.
+    text = json.dumps(row, allow_nan=False, ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace") + end
 
 
 def _duration(seconds: float) -> str:

@@ -192,6 +192,14 @@ def test_the_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
     assert compose.load("config", GRPOConfig, config_dir=run.folder) == run.config
 
 
+def test_half_a_surrogate_pair_in_what_a_function_says_is_written_and_read_again(tmp_path: Path) -> None:
+    run, said = Run(tmp_path), batch()
+    said.non_tensor_batch["reward_error"] = ["ValueError: \ud83d", "ü"]
+    with run.tracker() as tracker:
+        tracker.log(1, {}, said)
+    assert [row["reward_error"] for row in run.rows("rollouts.jsonl")] == ["ValueError: \ud83d", "ü"]
+
+
 def test_samples_hold_texts_ids_and_scores(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.tracker() as tracker:

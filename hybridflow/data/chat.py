@@ -92,9 +92,13 @@ def answer_text(tokenizer: Tokenizer, messages: Messages, answer: str, where: st
 
 def _template(tokenizer: Tokenizer, messages: Messages, where: str, **options: Any) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template is a program: besides refusing, it may fail in any way
         raise DataError(f"{where}: the chat template refuses the conversation: {error}") from error
+    half = re.search("[\ud800-\udfff]", text)
+    if half:
+        raise DataError(f"{where}: {half[0]!r} is one half of a pair (surrogate), which is no text. Mend or remove it.")
+    return text
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:

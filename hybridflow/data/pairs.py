@@ -13,7 +13,7 @@ import torch
 
 from hybridflow.config import DataConfig
 from hybridflow.data.prompts import Prompt, SupervisedSource
-from hybridflow.data.sources import Row, read_records, row_from
+from hybridflow.data.sources import Row, messages_of, read_records, row_from
 from hybridflow.errors import DataError, nearest
 from hybridflow.protocol.data import DataProto
 
@@ -58,36 +58,42 @@ class ComparedPairSource(PairSource):
 
 def _with_answers(record: Any, where: str, config: DataConfig) -> Any:
     """The record with the chosen answer as its prompt's last message, and the rejected one's text as ``rejected``."""
-    if not isinstance(record, Mapping) or record.get(config.chosen_key) is None:
-        return record
     keys = (config.chosen_key, config.rejected_key)
-    if record.get(config.rejected_key) is None:
-        raise DataError(
-            f"{where}: no column {config.rejected_key!r} (data.rejected_key) beside {config.chosen_key!r}."
-            f"{nearest(config.rejected_key, record)}"
-        )
+    if not isinstance(record, Mapping) or all(record.get(key) is None for key in keys):
+        return record
+    for key, name, other in zip(keys, ("chosen_key", "rejected_key"), reversed(keys), strict=True):
+        if record.get(key) is None:
+            missing = f"{'value in ' if key in record else ''}column {key!r}"
+            raise DataError(
+                f"{where}: no {missing} (data.{name}) beside {other!r}.{'' if key in record else nearest(key, record)}"
+            )
     prompt_key = config.prompt_key if record.get(config.prompt_key) is not None else "messages"
     prompt, texts = record.get(prompt_key), []
+    if prompt is not None:
+        prompt = messages_of(prompt, f"{where}, column {prompt_key!r}")
     for key in keys:
         text, before = _answer_of(record[key], f"{where}, column {key!r}")
         texts.append(text)
         prompt = before if prompt is None else prompt
-        if before is not None and not isinstance(prompt, str) and before != prompt:
+        if before is not None and before != prompt:
             raise DataError(f"{where}: column {key!r} is a conversation with another prompt than the row's.")
     if texts[0] == texts[1]:
         raise DataError(f"{where}: the chosen and the rejected answer are equal: {texts[0]!r:.80}. Remove the row.")
     if prompt is None:
         raise DataError(f"{where}: no prompt: no column {config.prompt_key!r} (data.prompt_key), and texts as answers.")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    rest = {key: value for key, value in record.items() if key not in (*keys, prompt_key)}
-    return {**rest, prompt_key: [*messages, {"role": "assistant", "content": texts[0]}], REJECTED: texts[1]}
+    found = {key: value for key, value in record.items() if key not in (*keys, prompt_key)}
+    found[prompt_key] = [*prompt, {"role": "assistant", "content": texts[0]}]
+    extra = found.get("extra_info") or {}
+    if isinstance(extra, Mapping):  # else the row is refused for it
+        found["extra_info"] = {**extra, REJECTED: texts[1]}
+    return found
 
 
 def _answer_of(value: Any, where: str) -> tuple[str, Any]:
     """An answer's text and, of a conversation, the messages before it."""
     if isinstance(value, str):
         return value, None
-    last = value[-1] if isinstance(value, list) and value else None
-    if not isinstance(last, Mapping) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+    messages = messages_of(value, where) if isinstance(value, list) and value else []
+    if not messages or messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: an answer is a text, or a conversation that ends in an assistant message.")
-    return last["content"], value[:-1]
+    return messages[-1]["content"], messages[:-1]

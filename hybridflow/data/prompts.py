@@ -270,11 +270,11 @@ def split_rows(
     """Split rows at random into training and held-out rows; equal prompts stay on one side.
 
     Returns:
-        Both parts in the order of the source. The held-out part has about ``share`` of the different prompts, at least
-        one where ``share`` is above 0 and there are two.
+        Both parts in the order of the source. The held-out part has about ``share`` of the different prompts; where
+        ``share`` is above 0 and there are two, neither part is empty.
     """
     prompts = list(dict.fromkeys(_identity(row) for _, row in rows))
-    wanted = 0 if share == 0 or len(prompts) < 2 else max(1, round(share * len(prompts)))
+    wanted = min(max(1, round(share * len(prompts))), len(prompts) - 1) if share and prompts else 0
     order = np.random.default_rng([seed, 0]).permutation(len(prompts))
     chosen = {prompts[i] for i in order[:wanted]}
     train = [pair for pair in rows if _identity(pair[1]) not in chosen]

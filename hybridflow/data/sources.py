@@ -90,17 +90,16 @@ def read_records(source: str) -> Iterator[tuple[Any, str]]:
 
 
 def _file_records(path: Path) -> Iterator[tuple[Any, str]]:
-    if path.suffix == ".jsonl":
-        yield from _json_lines(path)
-    elif path.suffix == ".json":
-        yield from _json_array(path)
-    elif path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    else:
+    readers = {".jsonl": _json_lines, ".json": _json_array, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
         raise DataError(
             f"{path}: unknown extension {path.suffix!r}; known are {', '.join(EXTENSIONS)}. "
             "Convert the file, or give the folder that a datasets.Dataset was saved to."
         )
+    try:
+        yield from readers[path.suffix](path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}). Give a file that this user may read.") from None
 
 
 def _utf8(raw: bytes, where: str) -> str:
@@ -119,7 +118,7 @@ def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
                 continue
             try:
                 yield json.loads(line), where
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:  # a ValueError too is a number of thousands of digits
                 reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
                 raise DataError(f"{where}: not JSON ({reason}). A .jsonl file holds one JSON object a line.") from None
 
@@ -127,7 +126,7 @@ def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
 def _json_array(path: Path) -> Iterator[tuple[Any, str]]:
     try:
         records = json.loads(_utf8(path.read_bytes(), str(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}). Rename it to .jsonl if it holds one object a line.") from None
     if not isinstance(records, list):
         raise DataError(f"{path}: holds a JSON {type(records).__name__}; a .json file is a list of rows.")
@@ -204,7 +203,7 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
             f"{where}: no prompt: the row has no {_column(record, config.prompt_key)} (data.prompt_key){also}."
             f"{_other(config.prompt_key, record)} Set data.prompt_key to the column with the prompt, or mend the row."
         )
-    messages = _messages(record[prompt_key], f"{where}, column {prompt_key!r}")
+    messages = messages_of(record[prompt_key], f"{where}, column {prompt_key!r}")
     answer = messages.pop()["content"] if messages[-1]["role"] == "assistant" else None
     if not messages:
         raise DataError(f"{where}, column {prompt_key!r}: only an answer and no prompt before it.")
@@ -214,10 +213,10 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
     taken = {prompt_key, config.answer_key, "reward_model", "data_source", "extra_info"}
     ground_truth = _ground_truth(record, where, config.answer_key, answer)
     try:
-        json.dumps(ground_truth, allow_nan=False, default=str)  # as samples are written
-    except ValueError:
+        json.dumps(ground_truth, allow_nan=False, ensure_ascii=False, default=_text_of).encode()
+    except ValueError as error:
         raise DataError(
-            f"{where}: the ground truth {ground_truth!r:.80} holds NaN or infinity. Mend the row."
+            f"{where}: the ground truth {ground_truth!r:.80} holds {_wrong(error)}. Mend the row."
         ) from None
     return Row(
         messages=messages,
@@ -229,6 +228,19 @@ def row_from(record: Any, where: str, config: DataConfig) -> Row:
     )
 
 
+def _text_of(value: Any) -> str:
+    """What a ground truth that JSON does not know, such as a date, is compared as."""
+    if isinstance(value, bytes):
+        raise ValueError("bytes, which equal no text")
+    return str(value)
+
+
+def _wrong(error: ValueError) -> str:
+    if isinstance(error, UnicodeError):
+        return "one half of a pair (surrogate), which is no text"
+    return "NaN or infinity" if "JSON" in str(error) else str(error)
+
+
 def _column(record: Mapping[str, Any], key: str) -> str:
     return f"value in column {key!r}" if key in record else f"column {key!r}"
 
@@ -238,7 +250,8 @@ def _other(key: str, record: Mapping[str, Any]) -> str:
     return "" if key in record else nearest(key, record)
 
 
-def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
+def messages_of(prompt: Any, where: str) -> list[dict[str, str]]:
+    """A conversation, or a text as one; raises DataError that names ``where`` for what does not reach a model whole."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise DataError(f"{where}: the prompt is empty.")
@@ -256,12 +269,13 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
                 f"and a 'content'. Write what the model has to see into 'content', or remove "
                 f"{', '.join(map(repr, more))}."
             )
-        half = re.search("[\ud800-\udfff]", message["content"])
-        if half:
-            raise DataError(
-                f"{where}: message {number} has {half[0]!r} at character {half.start() + 1}: one half of a pair "
-                "(surrogate), which is no text. Mend or remove it."
-            )
+        for text in (message["role"], message["content"]):
+            half = re.search("[\ud800-\udfff]", text)
+            if half:
+                raise DataError(
+                    f"{where}: message {number} has {half[0]!r} at character {half.start() + 1}: one half of a pair "
+                    "(surrogate), which is no text. Mend or remove it."
+                )
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 

@@ -57,6 +57,13 @@ def test_texts_and_conversations_are_the_same_pair(row: dict[str, Any], tokenize
     assert list(batch["ground_truth"]) == ["5", "5"]
 
 
+def test_a_column_of_extra_info_does_not_take_the_place_of_the_rejected_answer(tokenizer, tmp_path: Path) -> None:
+    row = {"prompt": "2+3=", "chosen": "5", "rejected": "6", "extra_info": {"rejected": "9", "index": 1}}
+    batch = source(tmp_path / "a.jsonl", tokenizer, row).batch(0, 1)
+    assert batch.flat("responses").tolist() == [ord("5"), END, ord("6"), END]
+    assert batch["extra_info"][0]["index"] == 1
+
+
 def test_columns_have_the_names_that_the_settings_say(tokenizer, tmp_path: Path) -> None:
     row = {"question": "2+3=", "good": "5", "bad": "6", "ground_truth": "five"}
     found = source(tmp_path / "a.jsonl", tokenizer, row, prompt_key="question", chosen_key="good", rejected_key="bad")
@@ -84,6 +91,21 @@ def test_held_out_rows_are_prompts_with_or_without_answers(tokenizer, tmp_path: 
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "line 1: the chosen and the rejected answer are equal: 'b'"),
         ({"chosen": "b", "rejected": "c"}, "line 1: no prompt: no column 'prompt' (data.prompt_key)"),
+        (
+            {"prompt": "a", "chosen": None, "rejected": "c"},
+            "no value in column 'chosen' (data.chosen_key) beside 'rejec",
+        ),
+        (
+            {"prompt": 5, "chosen": "b", "rejected": "c"},
+            "column 'prompt': a prompt is a text or a list of messages, not 5",
+        ),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "column 'prompt': the prompt is empty."),
+        ({"prompt": "other", "chosen": said("b"), "rejected": said("c")}, "is a conversation with another prompt than"),
+        ({"prompt": "a", "chosen": "b", "rejected": "\ud800"}, r"line 1: '\ud800' is one half of a pair (surrogate)"),
+        (
+            {"chosen": said("b"), "rejected": [*PROMPT, {"role": "assistant", "content": "c", "tool_calls": [1]}]},
+            "column 'rejected': message 2 has 'tool_calls', which would not reach the model",
+        ),
         ({"chosen": said("b"), "rejected": [{"role": "user", "content": "x"}, *said("c")[1:]]}, "with another prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": PROMPT}, "column 'rejected': an answer is a text, or a"),
         ({"prompt": "a", "chosen": 3, "rejected": "c"}, "column 'chosen': an answer is a text, or a conversation"),

@@ -90,6 +90,12 @@ def test_equal_prompts_are_held_out_together():
     assert {uid % 2 for uid, _ in train} != {uid % 2 for uid, _ in held_out}
 
 
+def test_a_large_share_leaves_a_prompt_to_train_on():
+    rows = [(i, Row([{"role": "user", "content": text}])) for i, text in enumerate("abc")]
+    train, held_out = split_rows(rows, 0.99, seed=0)
+    assert (len(train), len(held_out)) == (1, 2)
+
+
 def test_one_prompt_for_all_rows_leaves_nothing_to_hold_out_and_says_so(tokenizer, tmp_path: Path):
     train = write_rows(tmp_path / "one.jsonl", *["1+1="] * 4)
     with pytest.raises(ConfigError) as error:

@@ -124,6 +124,8 @@ def test_a_row_without_a_prompt_is_refused_with_its_line_and_the_setting(tmp_pat
         ({"prompt": None, "ground_truth": "2"}, "the row has no value in column 'prompt' (data.prompt_key) and no "),
         ({"prompt": "1+1=", "ground_truth": None}, "the row has no value in column 'ground_truth' (data.answer_key)"),
         ({"prompt": "1+\ud83d=", "ground_truth": "2"}, r"message 1 has '\ud83d' at character 3: one half of a pair"),
+        ({"prompt": [{**USER, "role": "user\ud800"}], "ground_truth": "2"}, r"message 1 has '\ud800' at character 5"),
+        ({"prompt": "1+1=", "ground_truth": ["\ud800"]}, r"the ground truth ['\ud800'] holds one half of a pair (surr"),
         (["1+1=", "2"], "not list"),
     ],
 )
@@ -145,6 +147,16 @@ def test_fields_that_a_message_lacks_may_be_null(tmp_path: Path):
     assert [row.messages for row in read(tmp_path / "a.parquet")] == [[USER], [USER]]
 
 
+def test_a_ground_truth_of_bytes_is_refused_because_no_answer_equals_it(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="], "ground_truth": [b"2"]}), tmp_path / "a.parquet")
+    assert "a.parquet, row 1: the ground truth b'2' holds bytes, which equal no text." in refusal(
+        tmp_path / "a.parquet"
+    )
+
+
 def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "a.csv").write_text("prompt,answer\n")
@@ -156,6 +168,12 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path):
     assert "bad.jsonl, line 2: not JSON" in refusal(tmp_path / "bad.jsonl")
     assert "a .json file is a list of rows" in refusal(tmp_path / "bad.json")
     assert "holds no .jsonl" in refusal(tmp_path / "nothing")
+    (tmp_path / "folder-1.jsonl").mkdir()
+    assert "folder-1.jsonl: cannot be read (Is a directory)" in refusal(f"{tmp_path}/folder-*")
+    (tmp_path / "long.jsonl").write_text(f'{{"prompt": "a", "ground_truth": {"1" * 5000}}}\n')
+    assert "long.jsonl, line 1: not JSON (Exceeds the limit (4300 digits)" in refusal(tmp_path / "long.jsonl")
+    (tmp_path / "long.json").write_text(f'[{{"prompt": "a", "ground_truth": {"1" * 5000}}}]')
+    assert "long.json: not JSON (Exceeds the limit (4300 digits)" in refusal(tmp_path / "long.json")
     assert "Did you mean 'empty.jsonl'?" in refusal(tmp_path / "emty.jsonl")
 
 
