@@ -125,7 +125,7 @@ def remote_rows(plane: Plane, size: int) -> list[Row]:
 
 
 def driver_rows(plane: Plane, small: int, middle: int, large: int) -> list[Row]:
-    """The driver's own time, whatever the bytes."""
+    """The driver's own time, whatever the bytes; and what of a call is fixed, where there are many."""
     rows = []
     seconds = {}
     for size in (small, middle, large):
@@ -135,6 +135,10 @@ def driver_rows(plane: Plane, small: int, middle: int, large: int) -> list[Row]:
             rows.append(at_most(f"dispatch of {size // MIB} MiB to {WORKERS} workers", seconds[size], 0.020))
     label = f"dispatch of {large // MIB} MiB against {small // MIB} MiB"
     rows.append(against(label, seconds[large], seconds[small], 2.0))
+    part, whole = in_turn(
+        lambda: plane.sink.read(batch, COLUMNS[:1])["total"], lambda: plane.sink.read(batch)["total"], 9
+    )
+    rows.append(against(f"read 1 of {len(COLUMNS)} columns of {large // MIB} MiB, against all", part, whole, 0.25))
     order = torch.randperm(len(batch))
     parts = batch.chunk(WORKERS)
     for name, run in {
