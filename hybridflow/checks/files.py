@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from hybridflow.checks.values import DTYPE_BYTES, IMPORTABLE, present
 from hybridflow.config import DistillConfig, PairsConfig, RewardModelConfig
 from hybridflow.data.sources import EXTENSIONS, REASONING_GYM
 from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
-from hybridflow.models.spec import ModelSpec
+from hybridflow.models.spec import ModelSpec, read_json
 from hybridflow.models.tables import check_megatron, check_vllm, padded_vocab_size
 from hybridflow.resharding.layout import GenerationLayout
 from hybridflow.rewards.components import SCORE, components_of
@@ -116,7 +115,14 @@ def a_teacher_speaks_the_same_tokens(facts: Facts) -> Iterator[Problem]:
     if not isinstance(facts.config, DistillConfig):
         return
     path = facts.config.teacher.path
-    own, wanted = _vocabulary(path), _vocabulary(facts.config.model.tokenizer_path or facts.config.model.path)
+    if not path or not Path(path).is_dir():
+        yield Problem("teacher.path", f"teacher.path={path!r}: no such folder.{_how_to_make(path)}")
+        return
+    try:
+        own, wanted = _vocabulary(path), _vocabulary(facts.config.model.tokenizer_path or facts.config.model.path)
+    except ModelError as error:
+        yield Problem("teacher.path", str(error))
+        return
     if own != wanted:
         differ = sorted(token for token in own.keys() | wanted.keys() if own.get(token) != wanted.get(token))
         yield Problem(
@@ -357,7 +363,8 @@ def _source_problem(source: str) -> str:
 def _vocabulary(folder: str) -> dict[str, int]:
     """Token to id, by the folder's tokenizer.json; empty where it has none."""
     path = Path(folder) / "tokenizer.json"
-    vocabulary = json.loads(path.read_text("utf-8")).get("model", {}).get("vocab", {}) if path.is_file() else {}
+    model = read_json(path).get("model") if path.is_file() else None
+    vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
     return vocabulary if isinstance(vocabulary, dict) else {token: i for i, (token, *_) in enumerate(vocabulary)}
 
 

@@ -10,6 +10,7 @@ ignore (a sliding window in use, an unknown rope type, quantised weights) is a M
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 NO_EXPERTS: dict[str, Any] = {"num_experts": 0, "experts_per_token": 0, "norm_topk_prob": False}
 # Classes whose head gives scores instead of logits of tokens, and whether the head has a bias.
 SCORING: dict[str, bool] = {"ForTokenClassification": True, "ForSequenceClassification": False}
+JSON_KINDS: dict[str, type] = {
+    "model_type": str,
+    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), dict),
+}
+_SAID = {str: "a text", list: "a list", dict: "an object"}
 # The constants of "llama3" scaling that megatron-core builds in; the factor is free.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -126,6 +133,7 @@ class ModelSpec:
     ) -> ModelSpec:
         """The spec of a config as a dict, in the keys of transformers 4 or 5; see :meth:`from_folder`."""
         read = _Reader(config, where)
+        read.refuse_other_kinds()
         name, architecture = read.architecture()
         read.refuse_unsupported()
         hidden_size, num_heads = read.size("hidden_size"), read.size("num_attention_heads")
@@ -191,7 +199,10 @@ class _Reader:
         value = default if value is None else value
         if value is None:
             raise ModelError(f"{self.where}: {key} is missing.{nearest(key, self.config)}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        return self.positive(key, value)
+
+    def positive(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ModelError(f"{self.where}: {key}={value!r} has to be a number above 0.")
         return value
 
@@ -212,6 +223,8 @@ class _Reader:
         return key if isinstance(key, bool) else bool(self.config.get(key, False))
 
     def head_dim(self, architecture: Architecture, hidden_size: int, num_heads: int) -> int:
+        if self.config.get("head_dim") is not None:
+            self.size("head_dim")
         even = hidden_size / num_heads
         value = self.config.get("head_dim") or architecture.head_dim or even
         if value != int(value) or (value != even and not architecture.own_head_dim):
@@ -241,7 +254,7 @@ class _Reader:
 
     def scoring(self) -> str:
         """Which kind of ``SCORING`` the class is, "" for a language model."""
-        named = (self.config.get("architectures") or [""])[0]
+        named = str((self.config.get("architectures") or [""])[0])
         kind = next((kind for kind in SCORING if named.endswith(kind)), "")
         labels = len(self.config.get("id2label") or (0, 1))  # transformers' default is two
         if kind and labels != 1:
@@ -255,6 +268,7 @@ class _Reader:
         theta = rope.pop("rope_theta", None) or self.config.get("rope_theta") or architecture.rope_theta
         if theta is None:
             raise ModelError(f"{self.where}: rope_theta is missing, at the top or inside rope_parameters; add it.")
+        theta = float(self.positive("rope_theta", theta))
         kind = rope.pop("rope_type", None) or rope.pop("type", "default")
         rope.pop("type", None)
         share = rope.pop("partial_rotary_factor", self.config.get("partial_rotary_factor", 1.0))
@@ -263,7 +277,7 @@ class _Reader:
         if kind == "default":
             if rope:
                 raise ModelError(f"{self.where}: {key}={rope} has keys that rope type 'default' does not know.")
-            return float(theta), None
+            return theta, None
         if kind != "llama3":
             raise ModelError(f"{self.where}: {key}.rope_type={kind!r} is not supported: 'default' and 'llama3' are.")
         for name, supported in LLAMA3_ROPE.items():
@@ -272,7 +286,15 @@ class _Reader:
                 raise ModelError(f"{self.where}: {found} is not supported: only {supported} is.")
         if not isinstance(rope.get("factor"), (int, float)) or rope["factor"] < 1:
             raise ModelError(f"{self.where}: {key}.factor={rope.get('factor')!r} has to be a number of at least 1.")
-        return float(theta), {"rope_type": kind, **rope}
+        return theta, {"rope_type": kind, **rope}
+
+    def refuse_other_kinds(self) -> None:
+        for key, kind in JSON_KINDS.items():
+            value = self.config.get(key)
+            if value is not None and not isinstance(value, kind):
+                raise ModelError(
+                    f"{self.where}: {key}={value!r} is a {type(value).__name__}; it has to be {_SAID[kind]}."
+                )
 
     def refuse_unsupported(self) -> None:
         """Refuse what one engine or the other would ignore."""

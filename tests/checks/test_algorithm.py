@@ -189,6 +189,7 @@ def test_training_on_given_answers_needs_neither_rollout_nor_reward(checked: Cal
 
 def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], folder: Path) -> None:
     assert "teacher.path='no/where': no such folder." in refused("teacher.path=no/where", name="distill")
+    assert refused("teacher.path=", name="distill") == "teacher.path='': no such folder."
     made = refused("teacher.path=runs/demo/grpo-tiny/other", name="distill")
     assert "no such folder. Make it with: make quickstart" in made
     other = write_model(folder / "other")
@@ -197,6 +198,9 @@ def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], fo
         "its tokenizer is not the one of model.path (1 tokens and 0; 1 differ, such as 'a'): a teacher scores the "
         "student's token ids. Choose a teacher of the same family."
     ) in refused(f"teacher.path={other}", name="distill")
+    for broken, reason in (("{", "cannot be read as JSON"), ("[]", "holds a list, not a JSON object")):
+        (other / "tokenizer.json").write_text(broken)
+        assert f"{other}/tokenizer.json: {reason}" in refused(f"teacher.path={other}", name="distill")
     (other / "tokenizer.json").write_text("{}")
     (other / "config.json").write_text('{"model_type": "mamba"}')
     assert f"teacher.path={str(other)!r}: " in refused(f"teacher.path={other}", name="distill")

@@ -1,6 +1,7 @@
 """What a config.json says, in the keys of transformers 4 and 5, and what is refused."""
 
 import json
+import math
 import pickle
 from dataclasses import replace
 
@@ -103,6 +104,14 @@ def test_the_end_of_text_is_the_generation_configs_where_it_names_one():
     [
         ({"model_type": "qwen"}, "model_type='qwen' is not supported. Did you mean 'qwen[23]'"),
         ({"model_type": None}, "model_type=None is not supported.* Known: llama, qwen2, qwen3"),
+        ({"model_type": ["qwen3"]}, r"model_type=\['qwen3'\] is a list; it has to be a text"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures='Qwen3ForCausalLM' is a str; it has to be a list"),
+        ({"layer_types": 4}, "layer_types=4 is a int; it has to be a list"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is a str; it has to be an object"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' has to be a number above 0"),
+        ({"rope_theta": math.nan}, "rope_theta=nan has to be a number above 0"),
+        ({"head_dim": "64"}, "head_dim='64' has to be a number above 0"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf has to be a number above 0"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu' is"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"is_causal": False}, "is_causal=False"),
