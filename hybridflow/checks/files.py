@@ -370,7 +370,7 @@ def _vocabulary(folder: str) -> dict[str, int]:
 
 def _how_to_make(path: str) -> str:
     """The command that makes an asset which the shipped configs name."""
-    if path.startswith("runs/demo/grpo-tiny/"):
+    if path.startswith(("runs/demo/grpo-tiny/", "runs/demo/sft-tiny/")):
         return " Make it with: make quickstart"
     if path.startswith("runs/demo/assets/"):
         return " Make it with: python -m hybridflow.data.demo --out runs/demo/assets"

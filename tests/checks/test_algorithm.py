@@ -192,6 +192,8 @@ def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], fo
     assert refused("teacher.path=", name="distill") == "teacher.path='': no such folder."
     made = refused("teacher.path=runs/demo/grpo-tiny/other", name="distill")
     assert "no such folder. Make it with: make quickstart" in made
+    made = refused("model.path=runs/demo/sft-tiny/model", "teacher.path=runs/demo/assets/model", name="distill")
+    assert "model.path='runs/demo/sft-tiny/model': no such folder. Make it with: make quickstart" in made
     other = write_model(folder / "other")
     (other / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     assert (
