@@ -18,15 +18,10 @@ from hybridflow.errors import CheckpointError, ConfigError, ModelError, nearest
 from hybridflow.models.spec import ModelSpec, read_json
 from hybridflow.models.tables import check_megatron, check_vllm, padded_vocab_size
 from hybridflow.resharding.layout import GenerationLayout
-from hybridflow.rewards.components import SCORE, components_of
+from hybridflow.rewards.components import REWARD_METRICS, components_of
 
 KV_BLOCK_TOKENS = 32
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
-REWARD_METRICS = (
-    *("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", "violations"),
-    *(SCORE, "judged", "judge_tokens", "judge_cut", "judge_seconds", *GROUP_METRICS),
-)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

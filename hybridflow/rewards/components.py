@@ -20,6 +20,16 @@ VERDICT = "verdict"
 SCORE = "score"
 """Name of the function's own part beside those of the components."""
 
+JUDGED = "judged"
+"""What :func:`hybridflow.rewards.judge.score` reports besides the score."""
+
+GROUP_METRICS = ("groups_without_signal", "groups_all_solved", "groups_none_solved")
+REWARD_METRICS = (
+    *("mean", "failed", "solved", "seconds", "kl", "kl_coef", "overlong_penalty", "violations"),
+    *(SCORE, JUDGED, "judge_tokens", "judge_cut", "judge_seconds", *GROUP_METRICS),
+)
+"""What a run logs as ``reward/<name>`` itself."""
+
 
 def components_of(config: RewardConfig, where: str = "reward") -> list[Component]:
     """The function, then the components in the order of the configuration; one that is null is left out.
@@ -88,6 +98,9 @@ def combine(outcomes: Sequence[Outcome], weights: Mapping[str, float], solved_at
     if failed is not None:
         return failure(f"{names[failed]}: {outcomes[failed].error}" if failed else str(outcomes[0].error))
     own, *parts = outcomes
+    taken = sorted(own.extras.keys() & (set(REWARD_METRICS) - {JUDGED}))
+    if taken:
+        return failure(f"returned {taken[0]!r}, which the run logs itself, as something else; rename it")
     solved = own.reward >= solved_at if own.solved is None else own.solved
     if not parts:
         return replace(own, solved=solved)

@@ -13,6 +13,8 @@ import pytest
 
 from hybridflow.config import RewardComponentConfig, RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.rewards.components import combine
+from hybridflow.rewards.functions import Outcome
 from hybridflow.rewards.scorer import Scorer
 
 OBEY, OBEY_LATER = "tests.rewards.hostile:obey", "tests.rewards.hostile:obey_later"
@@ -192,6 +194,12 @@ def test_components_are_added_with_their_weights_and_logged_one_by_one():
     assert scores.components[3:] == [None, None]
     means = {name: value for name, value in scores.metrics.items() if name != "seconds"}
     assert means == {"score": 0.5, "size": 32 / 3, "size/characters": 16 / 3, "judge": 0.5, "length": 3.0}
+
+
+@pytest.mark.parametrize("name", ["mean", "kl", "seconds", "groups_all_solved"])
+def test_a_reported_number_with_the_name_of_a_metric_of_the_run_is_a_failure(name: str):
+    found = combine([Outcome(1.0, extras={name: 2.0})], {}, solved_at=1.0)
+    assert found.error == f"returned {name!r}, which the run logs itself, as something else; rename it"
 
 
 def test_a_reported_number_with_the_name_of_a_component_is_a_failure():
