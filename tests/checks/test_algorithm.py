@@ -187,7 +187,10 @@ def test_training_on_given_answers_needs_neither_rollout_nor_reward(checked: Cal
     assert set(checked(*alone, name="dpo").layouts) == {"actor", "reference"}
 
 
-def test_a_teacher_scores_the_students_token_ids(refused: Callable[..., str], folder: Path) -> None:
+def test_a_teacher_scores_the_students_token_ids(
+    refused: Callable[..., str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)  # where no quickstart has run
     assert "teacher.path='no/where': no such folder." in refused("teacher.path=no/where", name="distill")
     assert refused("teacher.path=", name="distill") == "teacher.path='': no such folder."
     made = refused("teacher.path=runs/demo/grpo-tiny/other", name="distill")
