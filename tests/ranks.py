@@ -15,14 +15,16 @@ def _rank(function: Callable[..., Any], rank: int, world: int, store: str, args:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        dist.barrier()  # a rank that leaves the world would fail the others that are still connecting to one another
         # Pickled here: torch would send a tensor as a handle that dies with this process.
         answers.put((rank, pickle.dumps(function(rank, *args)), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 180.0) -> list[Any]:

@@ -9,6 +9,7 @@ cannot be found out is said in the text.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -31,8 +32,11 @@ MOST_RANKS = 4
 MOST_FRAMES = 10
 """Innermost frames of a stack that are shown."""
 
-_NODE_SECONDS = 5.0
-"""What all nodes together may take to answer."""
+_NODE_SECONDS = 20.0
+"""What all nodes together may take to answer: a node that is busy starts the process of a Ray task in seconds."""
+
+_LOG_SECONDS = 5.0
+"""The same for the log of a process that has died; its node may have died with it."""
 
 
 def stacks(places: Sequence[Place]) -> str:
@@ -69,7 +73,7 @@ def cause_of_death(error: RayError, place: Place | None) -> str:
         return "the connection to it was lost: its node is gone or does not answer"
     if "killed by `ray.kill`" in text:
         return "it was ended by ray.kill"
-    crash = _each(_last_words, [place])[0] if place else ""
+    crash = _each(_last_words, [place], seconds=_LOG_SECONDS)[0] if place else ""
     ray_says = re.search(r"Worker exit type: (\S+) Worker exit detail: (.*?)(?: Some common causes.*)?$", text)
     if crash:
         why = f"it crashed: {crash}"
@@ -82,7 +86,9 @@ def cause_of_death(error: RayError, place: Place | None) -> str:
     return f"{why}; its log: {place.log}" if place and place.log else why
 
 
-def _each(function: Callable[[Place], str], places: Sequence[Place], unanswered: str = "") -> list[str]:
+def _each(
+    function: Callable[[Place], str], places: Sequence[Place], unanswered: str = "", seconds: float = _NODE_SECONDS
+) -> list[str]:
     """The function's value for each process, found out on its node; ``unanswered`` where that is silent or gone."""
     here = ray.get_runtime_context().get_node_id()
     task = ray.remote(num_cpus=0, max_retries=0)(function)
@@ -94,7 +100,7 @@ def _each(function: Callable[[Place], str], places: Sequence[Place], unanswered:
         if place.node_id != here
     }
     found = {place.rank: function(place) for place in places if place.node_id == here}
-    deadline = time.monotonic() + _NODE_SECONDS
+    deadline = time.monotonic() + seconds
     for rank, ref in asked.items():
         try:
             found[rank] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
@@ -136,8 +142,21 @@ def _interrupt(place: Place) -> str:
     with contextlib.suppress(OSError):
         # The process may have ended, and its number may be another's by now.
         if Path(f"/proc/{place.pid}/cmdline").read_bytes().startswith(b"ray::DeviceProcess"):
-            os.kill(place.pid, INTERRUPT)
+            _signal_main_thread(place.pid)
     return ""
+
+
+def _signal_main_thread(pid: int) -> None:
+    """Only the main thread runs Python's handlers, and only a signal of its own wakes it from a system call.
+
+    The kernel gives a signal for the whole process to any other thread while the main one is held by a tracer, and
+    until it runs again after that: py-spy has just looked at it.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):
+        libc.tgkill(pid, pid, int(INTERRUPT))
+    else:  # glibc before 2.30
+        os.kill(pid, INTERRUPT)
 
 
 def _last_words(place: Place) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
@@ -91,3 +94,23 @@ def test_only_a_device_process_is_interrupted():
     outside._interrupt(Place(0, "here", child.pid))  # the signal would end it
     child.communicate(b"\n")
     assert child.returncode == 0
+
+
+WITHOUT_THE_SIGNAL = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("it waits", flush=True)
+input()
+"""
+
+
+def test_an_interruption_is_a_signal_of_the_main_thread():
+    # One for the whole process may go to another thread after py-spy has held the main one, and then wakes nobody.
+    program = ["ray::DeviceProcess", "-c", WITHOUT_THE_SIGNAL]
+    child = subprocess.Popen(program, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout and child.stdout.readline() == b"it waits\n"
+    outside._interrupt(Place(0, "here", child.pid))
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    child.communicate(b"\n")
+    pending = {name: int(bits, 16) for name, bits in re.findall(r"(SigPnd|ShdPnd):\s*(\w+)", status)}
+    assert pending == {"SigPnd": 1 << signal.SIGUSR1 - 1, "ShdPnd": 0}
