@@ -51,11 +51,11 @@ def trl_python() -> str:
 
 
 def write_prompts(folder: Path) -> None:
-    """The demo's prompts, for both; and its model."""
+    """The demo's prompts, in messages that both put through the chat template; and its model."""
     demo.write_demo(folder, 0)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": r["messages"][0]["content"]}) + "\n" for r in rows)
+        "".join(json.dumps({"prompt": r["messages"][:1]}) + "\n" for r in rows)
     )
 
 

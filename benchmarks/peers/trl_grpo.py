@@ -24,7 +24,7 @@ class Clock(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--prompts", required=True, help="JSONL with a text prompt in each row")
+    parser.add_argument("--prompts", required=True, help="JSONL with messages as the prompt of each row")
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)

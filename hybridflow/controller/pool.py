@@ -365,7 +365,7 @@ class ResourcePool:
                 max_restarts=0,
                 max_concurrency=1,
             )
-            threads = max(1, math.floor(self.cores_per_device))
+            threads = max(1, round(self.cores_per_device))
             self.processes.append(options.remote(self.name, rank, self.platform, threads))
         up = [
             process.place.remote(address[node], node, len(nodes) == 1)
