@@ -30,7 +30,6 @@ class ActorWorker(TrainedWorker):
     def setup(self) -> None:
         settings = self.context.config.actor
         self.with_entropy = bool(settings.loss.entropy_coef)
-        self._compared: list[torch.Tensor] = []
         self._version: int | None = None  # of the weights that a rollout elsewhere was given last
         self._store: TCPStore | None = None
         self._syncs: dict[str, WeightSync] = {}
@@ -87,19 +86,16 @@ class ActorWorker(TrainedWorker):
         settings, (log_probs, entropy) = self.context.config.actor.loss, answers
         loss, metrics = objective(log_probs, entropy, columns, mask, settings, num_tokens, num_sequences)
         if settings.old_log_probs == OWN and "rollout_log_probs" in columns:
-            both = torch.stack([columns["rollout_log_probs"], log_probs.detach()])[:, mask].cpu()
-            self._compared.append(both)
+            both = torch.stack([columns["rollout_log_probs"], log_probs.detach()])[:, mask]
+            self.aside.append(both)
             # The mean of -log p over tokens drawn from p.
             metrics.setdefault("entropy", -both[1].sum())
         return loss, metrics
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Also how far the rollout's log-probabilities are from the update's own, over all replicas' tokens."""
-        if not self._compared:
-            return means
-        mine, self._compared = torch.cat(self._compared, dim=1), []
-        rollout, trainer = torch.cat(self.engine.gather_over_replicas(mine), dim=1)
-        return means | {f"rollout_vs_trainer/{name}": value for name, value in mismatch(rollout, trainer).items()}
+    def metrics(self, means: dict[str, float], aside: torch.Tensor) -> dict[str, float]:
+        """Also how far the rollout's log-probabilities are from the update's own."""
+        compared = mismatch(*aside) if len(aside) else {}
+        return means | {f"rollout_vs_trainer/{name}": value for name, value in compared.items()}
 
     @register(Protocol.ONE_TO_ALL)
     def serve_store(self, host: str) -> tuple[str, int] | None:

@@ -73,5 +73,5 @@ class CriticWorker(TrainedWorker):
         old, returns = columns[self._values], columns[self._returns]
         return value_objective(answers[0], old, returns, mask, self.settings.clip, num_tokens)
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float], aside: torch.Tensor) -> dict[str, float]:
         return explained_variance(means)

@@ -84,30 +84,37 @@ class ModelWorker(Worker):
     def _changes(self) -> int:
         return self.engine.changes
 
-    def cut(self, batch: DataProto, mask: str | None, rows: Sequence[int] | None = None) -> list[MicroBatch]:
+    def cut(
+        self,
+        prompts: Sequence[torch.Tensor],
+        responses: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor] | None,
+        rows: Sequence[int],
+    ) -> tuple[list[MicroBatch], torch.Tensor]:
         """Rows of a batch as micro-batches, by the actor's settings. Collective over the data-parallel ranks.
 
         Args:
-            batch: columns ``prompts``, ``responses`` and the mask.
-            mask: name of the column that says which response tokens are wanted; None wants every one.
-            rows: which rows to take, maybe none; None takes all.
+            prompts, responses: of every row of the batch.
+            masks: which response tokens are wanted; None wants every one.
+            rows: which rows to take, maybe none.
+
+        Returns:
+            The micro-batches, and of each data-parallel rank the number of tokens that are wanted, and of rows that
+            have one: float64 [ranks, 2].
         """
         from hybridflow.engines.megatron.batch import make_micro_batch
 
-        settings = self.context.config.actor
-        prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
-        masks = None if mask is None else rows_of(batch, mask)
-        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-        rows = range(len(batch)) if rows is None else rows
-        taken = [lengths[i] for i in rows]
-        cuts = micro_batches(taken, settings.micro_batch_size, settings.micro_batch_tokens)
-        cuts = even_out(cuts, taken, self.engine.max_over_replicas(len(cuts)))
-        return [
-            make_micro_batch(
-                prompts, responses, masks, [rows[i] for i in cut], self.engine.device, self.engine.token_multiple
-            )
+        settings, engine = self.context.config.actor, self.engine
+        lengths = [len(prompts[i]) + len(responses[i]) for i in rows]
+        wanted = [len(responses[i]) if masks is None else int(masks[i].sum()) for i in rows]
+        cuts = micro_batches(lengths, settings.micro_batch_size, settings.micro_batch_tokens)
+        everyones = engine.gather_over_replicas([len(cuts), sum(wanted), sum(n > 0 for n in wanted)])
+        cuts = even_out(cuts, lengths, int(everyones[:, 0].max()))
+        micros = [
+            make_micro_batch(prompts, responses, masks, [rows[i] for i in cut], engine.device, engine.token_multiple)
             for cut in cuts
         ]
+        return micros, everyones[:, 1:]
 
     def score_tokens(self, batch: DataProto, mask: str | None = None) -> tuple[torch.Tensor, ...] | None:
         """The answers of the model's head for response tokens, each jagged float32 [B, j] on the CPU.
@@ -116,10 +123,11 @@ class ModelWorker(Worker):
         model's last pipeline stage, whose answer nobody collects.
 
         Args:
-            mask: as for :meth:`cut`.
+            mask: name of the column that says which response tokens are wanted; None wants every one.
         """
         self.context.phases.enter(TRAINING)
-        micros = self.cut(batch, mask)
+        masks = None if mask is None else rows_of(batch, mask)
+        micros, _ = self.cut(rows_of(batch, "prompts"), rows_of(batch, "responses"), masks, range(len(batch)))
         answers = self.engine.score(micros, float(batch.meta_info.get("temperature", 1.0)))
         if not self.engine.answers:
             return None

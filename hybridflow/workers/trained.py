@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.algorithms.objective import mask_column
@@ -38,9 +39,15 @@ def number_rows(batch: DataProto) -> DataProto:
 
 
 class TrainedWorker(ModelWorker):
-    """A role with an optimizer. Mini-batches and passes are those of ``actor``, for every role."""
+    """A role with an optimizer. Mini-batches and passes are those of ``actor``, for every role.
+
+    Attributes:
+        aside: what :meth:`loss` has set aside of each unmasked token, [k, n] of each micro-batch; maybe nothing. Of all
+            replicas together it is an argument of :meth:`metrics`.
+    """
 
     with_entropy = False
+    aside: list[torch.Tensor]
 
     def columns(self, offered: Collection[str]) -> tuple[str, ...]:
         """The token columns that :meth:`loss` reads, of those that a batch has."""
@@ -64,8 +71,14 @@ class TrainedWorker(ModelWorker):
         """
         raise NotImplementedError
 
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What an update reports, from the means of the sums over all its tokens. Collective over the replicas."""
+    def metrics(self, means: dict[str, float], aside: torch.Tensor) -> dict[str, float]:
+        """What an update reports.
+
+        Args:
+            means: of the sums of :meth:`loss`, over all tokens of the update.
+            aside: what the losses have set aside, float64 [k, tokens of the update], replica after replica; [0, ...]
+                where that is nothing.
+        """
         return means
 
     def build_trained(
@@ -92,43 +105,69 @@ class TrainedWorker(ModelWorker):
         """
         self.context.phases.enter(TRAINING)
         config, meta = self.context.config, batch.meta_info
+        prompts, responses = rows_of(batch, "prompts"), rows_of(batch, "responses")
+        masks = rows_of(batch, mask_column(batch.keys()))
+        columns = {key: rows_of(batch, key) for key in self.columns(batch.keys())}
+        temperature = float(meta.get("temperature", 1.0))
         here = batch["row_ids"][: len(batch) - meta.get(PADDED_ROWS, 0)].tolist()
         place = {row: at for at, row in enumerate(here)}
         history: dict[str, list[float]] = defaultdict(list)
         for epoch in range(config.actor.epochs):
             for rows in update_rows(meta[NUM_ROWS], config, int(meta.get("step", 0)), epoch):
-                for name, value in self._update_once(batch, [place[row] for row in rows if row in place]).items():
+                mine = [place[row] for row in rows if row in place]
+                micros, counts = self.cut(prompts, responses, masks, mine)
+                for name, value in self._update_once(micros, counts, columns, temperature).items():
                     history[name].append(value)
         metrics = {name: sum(values) / len(values) for name, values in history.items()}
         return {**metrics, "updates": float(len(history["grad_norm"]))}
 
-    def _update_once(self, batch: DataProto, rows: list[int]) -> dict[str, float]:
-        """One optimizer update on this rank's rows of a mini-batch, maybe none."""
-        mask = mask_column(batch.keys())
-        masks = rows_of(batch, mask)
-        masks = [masks[i] for i in rows]
-        counts = [float(sum(m.sum() for m in masks)), float(sum(bool(m.any()) for m in masks))]
-        num_tokens, num_sequences = self.engine.sum_over_replicas(counts)
+    def _update_once(
+        self,
+        micros: Sequence[MicroBatch],
+        counts: torch.Tensor,
+        columns: Mapping[str, Sequence[torch.Tensor]],
+        temperature: float,
+    ) -> dict[str, float]:
+        """One optimizer update on a mini-batch.
+
+        Args:
+            micros, counts: as :meth:`cut` returns them, of this rank's rows, maybe none.
+            columns: those that the loss reads, of every row of the batch.
+        """
+        num_tokens, num_sequences = counts.sum(dim=0).tolist()
         if not num_tokens:
             return {"loss": 0.0, "update_skipped": 1.0}
-        columns = {key: rows_of(batch, key) for key in self.columns(batch.keys())}
+        self.aside = []
 
         def loss_of(*given: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             *answers, micro = given
             padded = {key: _padded(column, micro) for key, column in columns.items()}
             return self.loss(answers, padded, micro.mask, num_tokens, num_sequences)
 
-        sums, stepped = self.engine.update(
-            self.cut(batch, mask, rows),
-            loss_of,
-            temperature=float(batch.meta_info.get("temperature", 1.0)),
-            with_entropy=self.with_entropy,
-        )
+        sums, stepped = self.engine.update(micros, loss_of, temperature, self.with_entropy)
         if not self.engine.answers:
             return stepped
-        totals = self.engine.sum_over_replicas([float(x) for x in sums.values()])
-        means = {name: total / num_tokens for name, total in zip(sums, totals, strict=True) if name != "loss"}
-        return {"loss": totals[list(sums).index("loss")], **self.metrics(means), **stepped}
+        totals, aside = self._over_replicas(sums, counts[:, 0].long().tolist())
+        means = {name: total / num_tokens for name, total in totals.items() if name != "loss"}
+        return {"loss": totals["loss"], **self.metrics(means, aside), **stepped}
+
+    def _over_replicas(
+        self, sums: Mapping[str, torch.Tensor], num_tokens: Sequence[int]
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """The sums of all replicas, and what their losses have set aside; one collective.
+
+        Args:
+            num_tokens: of each replica.
+        """
+        mine = torch.tensor([float(x) for x in sums.values()], dtype=torch.float64)
+        aside = torch.cat(self.aside, dim=1).cpu() if self.aside else torch.empty(0, 0)
+        longest = max(num_tokens)
+        filled = pad(aside, (0, longest - aside.shape[1]))
+        found = self.engine.gather_over_replicas(torch.cat([mine, filled.flatten()]))
+        totals = found[:, : len(mine)].sum(dim=0).tolist()
+        parts = found[:, len(mine) :].view(len(found), len(aside), longest)
+        together = torch.cat([part[:, :n] for part, n in zip(parts, num_tokens, strict=True)], dim=1)
+        return dict(zip(sums, totals, strict=True)), together
 
 
 def _padded(column: Sequence[torch.Tensor], micro: MicroBatch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,63 @@ def test_an_update_with_its_own_log_probs_is_the_update_without_the_pass(tmp_pat
         assert own_metrics["entropy"] > 0 and "entropy" not in metrics
 
 
+def exchanged_on_rank(rank: int, model: ModelConfig) -> tuple[list[str], list[tuple[dict[str, float], torch.Tensor]]]:
+    """The collectives of an update beside the engine's own, and what replicas of 3 and 1, and of 2 and 0 tokens, know
+    of one another's."""
+    import torch.distributed as dist
+
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    actor = ActorConfig(micro_batch_size=1, loss=LossConfig(old_log_probs="own"))
+    worker = ActorWorker(
+        WorkerContext("actor", rank, ParallelLayout(dp=2), RunConfig(model=model, actor=actor), {}, "")
+    )
+    worker.setup()
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(dist, name)
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"):
+        setattr(dist, name, counted(name))
+    update = worker.engine.update
+
+    def uncounted(*args: Any) -> Any:
+        before = len(calls)
+        found = update(*args)
+        del calls[before:]
+        return found
+
+    worker.engine.update = uncounted  # type: ignore[method-assign]
+    call(worker, "update", batch_of(5))
+    exchanged, found = list(calls), []
+    first, second, third = torch.tensor([[-1.0, -2.0], [-1.0, -2.5]]), torch.tensor([[-3.0], [-3.0]]), torch.ones(2, 0)
+    lone = torch.tensor([[-4.0], [-3.0]])
+    unknown = torch.tensor([[-1.0, -1.0], [-1.0, torch.nan]])
+    for mine, num_tokens in (([[first, second], [lone]], [3, 1]), ([[unknown], [third, third]], [2, 0])):
+        worker.aside = mine[rank]
+        totals, aside = worker._over_replicas({"loss": torch.tensor([0.5, 0.25][rank])}, num_tokens)
+        found.append((worker.metrics(totals, aside), aside))
+    return exchanged, found
+
+
+def test_replicas_exchange_numbers_twice_an_update_and_compare_the_tokens_of_all(tmp_path: Path):
+    model = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
+    )
+    for calls, [(metrics, aside), (unknown, of_one)] in run_ranks(exchanged_on_rank, 2, model):
+        # Before the update and after it; the last one is how this test gathers the answers.
+        assert calls == ["all_gather", "all_gather", "all_gather_object"]
+        assert aside.tolist() == [[-1.0, -2.0, -3.0, -4.0], [-1.0, -2.5, -3.0, -3.0]]
+        assert metrics["loss"] == 0.75
+        assert metrics["rollout_vs_trainer/max_diff"] == 1.0
+        assert metrics["rollout_vs_trainer/mean_diff"] == (0.5 + 1.0) / 4
+        assert of_one.shape == (2, 2)
+        assert math.isnan(unknown["rollout_vs_trainer/max_diff"]) and math.isnan(unknown["rollout_vs_trainer/ess"])
+
+
 def masked_on_rank(rank: int, model: ModelConfig) -> tuple[bool, dict[str, float]]:
     """Whether an update of rows without a trained token has left the weights as they were, and its metrics."""
     from hybridflow.workers.actor import ActorWorker
@@ -213,7 +271,7 @@ def test_no_answer_is_trained_on_that_is_older_than_the_bound(oldest: int, refus
     monkeypatch.setattr(TrainedWorker, "update", lambda self, batch: trained.append(len(batch)))
     config = OneStepOffConfig(name="test", max_staleness=2)
     worker = ActorWorker(WorkerContext("actor", 0, ParallelLayout(), config, {}, "train"))
-    worker._compared, worker._version = [], 5
+    worker._version = 5
     batch = DataProto.from_dict({"weight_version": torch.tensor([5, oldest, 4])})
     if refused:
         message = (

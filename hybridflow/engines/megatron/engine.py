@@ -202,23 +202,19 @@ class MegatronEngine:
                 sums[name] = sums.get(name, 0.0) + value
         return sums, stepped
 
-    def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
-        """Sum numbers over the data-parallel ranks; float64."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.parallel.dp_group)
-        return total.tolist()
+    def gather_over_replicas(self, values: Sequence[float] | torch.Tensor) -> torch.Tensor:
+        """The numbers of all data-parallel ranks, in their order; one collective.
 
-    def max_over_replicas(self, value: int) -> int:
-        """Largest of the data-parallel ranks' numbers."""
-        found = torch.tensor([value], device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.parallel.dp_group)
-        return int(found)
+        Args:
+            values: [n] of this rank; n is equal on all.
 
-    def gather_over_replicas(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """A CPU tensor of each data-parallel rank, in their order; shapes may differ."""
-        found: list[Any] = [None] * dist.get_world_size(self.parallel.dp_group)
-        dist.all_gather_object(found, values, group=self.parallel.dp_group)
-        return found
+        Returns:
+            [ranks, n] float64 on the CPU.
+        """
+        mine = torch.as_tensor(values, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.parallel.dp_group))]
+        dist.all_gather(found, mine, group=self.parallel.dp_group)
+        return torch.stack(found).cpu()
 
     def _trained(self) -> Optimizer:
         if self.optimizer is None:

@@ -199,7 +199,7 @@ def train(engine: Any, case: Case, updates: int = UPDATES) -> Trained:
     for _ in range(updates):
         sums, stepped = engine.update(cut(engine, case, masked=True), loss_of, TEMPERATURE, with_entropy=True)
         if sums:
-            losses += engine.sum_over_replicas([float(sums["loss"])])
+            losses.append(engine.gather_over_replicas([float(sums["loss"])]).sum().item())
         norms.append(stepped["grad_norm"])
     return Trained(losses or None, norms, score(engine, case))
 
