@@ -54,9 +54,7 @@ def write_prompts(folder: Path) -> None:
     """The demo's prompts, in messages that both put through the chat template; and its model."""
     demo.write_demo(folder, 0)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": r["messages"][:1]}) + "\n" for r in rows)
-    )
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": r["messages"][:1]}) + "\n" for r in rows))
 
 
 def make_model(folder: Path, hidden: int, layers: int, spread: bool) -> None:

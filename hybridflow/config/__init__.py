@@ -135,7 +135,7 @@ class LossConfig(Settings):
             ``path/file.py:name``).
         old_log_probs: what the ratio is taken to: ``log_probs`` (the trainer's, before its updates),
             ``rollout_log_probs``, or ``own``: those of the update's own forward pass. With one update a step these are
-            ``log_probs``, and ``actor.log_probs`` has nothing to compute: a whole forward pass less.
+            ``log_probs``, and ``actor.log_probs`` asks no device and gives no column: a whole forward pass less.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         dual_clip: lower bound c of the loss for negative advantages (c > 1); 0 turns it off.
         tau_positive, tau_negative: temperatures of SAPO's gate for positive and negative advantages.

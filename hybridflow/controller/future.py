@@ -79,6 +79,14 @@ class DataFuture:
         self._value: Any = None
         self._collected = False
 
+    @classmethod
+    def answered(cls, group: WorkerGroup, invocation: Invocation, value: Any) -> DataFuture:
+        """Of a call whose value is known without its ranks."""
+        future = cls(group, invocation, [], timeout=None, dispatched=None)
+        future._value, future._collected = value, True
+        future._let_go()
+        return future
+
     def __repr__(self) -> str:
         state = "failed" if self._failure else "waiting" if self._awaits else "running" if self._pending else "done"
         return f"DataFuture({self._invocation.call.where}, {state})"

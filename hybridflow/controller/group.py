@@ -20,6 +20,7 @@ from hybridflow.controller.message import message, packed, shared
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
 from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Call, Dispatch, Protocol
 from hybridflow.resharding.layout import Layout
 from hybridflow.workers.base import RESERVED_PARAMETERS, Registration, Worker, registrations
@@ -136,6 +137,8 @@ class WorkerGroup:
         invocation = Invocation.of(
             self.role, name, self.step, self.layout, registration, self.config, bound.args, bound.kwargs
         )
+        if registration.unless is not None and registration.unless(self.config):
+            return DataFuture.answered(self, invocation, DataProto())
         awaited = Awaited()
         given = invocation.with_arguments(awaited.argument)
         origin = f"the arguments of {self.role}.{name}"

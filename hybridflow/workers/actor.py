@@ -35,7 +35,12 @@ class ActorWorker(TrainedWorker):
         self._syncs: dict[str, WeightSync] = {}
         self.build_trained(settings.optimizer, steps=self.context.config.actor_steps)
 
-    @register(Protocol.THREE_D, uneven="balance", spread=by_work)
+    @register(
+        Protocol.THREE_D,
+        uneven="balance",
+        spread=by_work,
+        unless=lambda config: config.actor.loss.old_log_probs == OWN,
+    )
     def log_probs(self, batch: DataProto) -> DataProto | None:
         """Log-probabilities and entropy of every response token under the current weights.
 
@@ -43,11 +48,10 @@ class ActorWorker(TrainedWorker):
             batch: jagged int64 ``prompts`` and ``responses``; ``meta_info["temperature"]`` divides the logits.
 
         Returns:
-            ``log_probs`` and ``entropy``: jagged float32, the responses' lengths. Nothing where
-            ``actor.loss.old_log_probs`` is ``own``: the update then computes what it needs itself.
+            ``log_probs`` and ``entropy``: jagged float32, the responses' lengths. Where ``actor.loss.old_log_probs`` is
+            ``own`` the driver has no column and calls no rank: the update then computes what it needs itself, and
+            reports ``rollout_vs_trainer`` and an estimate of ``entropy``.
         """
-        if self.context.config.actor.loss.old_log_probs == OWN:
-            return DataProto()
         scored = self.score_tokens(batch)
         return None if scored is None else DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
 

@@ -30,6 +30,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 Prepare = Callable[[DataProto], DataProto]
 SpreadBy = Callable[[DataProto, int, "RunConfig"], Sequence[Sequence[int]]]
+Unless = Callable[["RunConfig"], bool]
 
 RESERVED_PARAMETERS = ("blocking", "timeout")
 """Keyword arguments that the driver's side of a method adds."""
@@ -45,16 +46,23 @@ class Registration:
         uneven: ``pad``, ``balance`` or ``refuse`` a batch that does not divide among the replicas.
         spread: pure function ``(batch, number of replicas, config) -> rows of each replica``, run on the driver on the
             prepared batch; None gives each replica neighbouring rows.
+        unless: pure function of the configuration: where it is true, the method has nothing to do. The driver's answer
+            is then an empty batch, at once, and no rank hears of the call.
     """
 
     protocol: Protocol | str
     prepare: Prepare | None = None
     uneven: str = "pad"
     spread: SpreadBy | None = None
+    unless: Unless | None = None
 
 
 def register(
-    protocol: Protocol | str, prepare: Prepare | None = None, uneven: str = "pad", spread: SpreadBy | None = None
+    protocol: Protocol | str,
+    prepare: Prepare | None = None,
+    uneven: str = "pad",
+    spread: SpreadBy | None = None,
+    unless: Unless | None = None,
 ) -> Callable[[_Method], _Method]:
     """Mark a method of a Worker as one that the driver may call; see :class:`Registration` for the arguments.
 
@@ -69,7 +77,7 @@ def register(
         clash = set(RESERVED_PARAMETERS) & set(inspect.signature(method).parameters)
         if clash:
             raise ConfigError(f"{method.__qualname__}: the parameter {clash.pop()!r} is the driver's; rename it.")
-        setattr(method, _MARK, Registration(protocol, prepare, uneven, spread))
+        setattr(method, _MARK, Registration(protocol, prepare, uneven, spread, unless))
         return method
 
     return mark

@@ -61,6 +61,10 @@ class Echo(Worker):
             "distributed": dist.is_initialized(),
         }
 
+    @register(Protocol.DP, unless=lambda config: config.name == "idle")
+    def only_if_needed(self, batch: DataProto) -> DataProto:
+        return batch
+
     @register(Protocol.DP)
     def by_rank(self, batch: DataProto) -> DataProto:
         return batch

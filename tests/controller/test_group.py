@@ -110,6 +110,19 @@ def test_an_override_keeps_its_registration_and_a_path_names_a_class(pool: Resou
         WorkerGroup(pool, "named", "tests.controller.echo:Nothing", ParallelLayout.on(2), RunConfig(name="t"))
 
 
+def test_a_method_with_nothing_to_do_is_answered_on_the_driver(pool: ResourcePool):
+    idle, busy = (
+        WorkerGroup(pool, name, Echo, ParallelLayout.on(2), RunConfig(name=name)) for name in ("idle", "busy")
+    )
+    assert len(idle.only_if_needed(numbers(3))) == 0 and idle.only_if_needed(numbers(3)).keys() == []
+    future = idle.only_if_needed(numbers(3), blocking=False)
+    assert future.done() and future.result().keys() == []
+    assert busy.only_if_needed(numbers(3))["x"].tolist() == [0, 1, 2]
+    assert {span.role for span in pool.spans if span.method == "only_if_needed"} == {"busy"}
+    with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
+        idle.only_if_needed()
+
+
 def test_methods_show_the_workers_signature_and_docstring(pool: ResourcePool):
     group = group_on(pool, "signature")
     assert str(inspect.signature(group.by_replica)) == (

@@ -68,6 +68,8 @@ def call(worker: Any, name: str, batch: DataProto) -> Any:
     import torch.distributed as dist
 
     registration, context = registrations(type(worker))[name], worker.context
+    if registration.unless is not None and registration.unless(context.config):
+        return DataProto()
     protocol = transfer_protocol(registration.protocol)
     batch = batch if registration.prepare is None else registration.prepare(batch)
     spread_by = registration.spread
@@ -151,7 +153,8 @@ def own_on_rank(rank: int, world: int, model: ModelConfig) -> list[tuple[dict[st
 
     found = []
     for old in ("log_probs", "own"):
-        actor = ActorConfig(optimizer=OptimizerConfig(lr=0.002, eps=1e-3), loss=LossConfig(old_log_probs=old))
+        loss, optimizer = LossConfig(old_log_probs=old), OptimizerConfig(lr=0.002, eps=1e-3)
+        actor = ActorConfig(micro_batch_size=2, optimizer=optimizer, loss=loss)
         context = WorkerContext(
             "actor", rank, ParallelLayout(dp=world), RunConfig(model=model, actor=actor), {}, "train"
         )
