@@ -33,7 +33,9 @@ def device_memory(facts: Facts) -> list[DeviceMemory]:
     """The estimate of a configuration whose layouts fit its model."""
     layouts = {role: facts.layout(role) for role in facts.placed}
     specs = {role: facts.spec_of(role) for role in facts.model_roles()}
-    return estimate(facts.config, specs, layouts, GPU_PROCESS_BYTES if machine()[1] else CPU_PROCESS_BYTES)
+    gpus = machine()[1] > 0
+    process = GPU_PROCESS_BYTES if gpus else CPU_PROCESS_BYTES
+    return estimate(facts.config, specs, layouts, process, packs=not gpus)
 
 
 @rule(

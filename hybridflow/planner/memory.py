@@ -78,7 +78,12 @@ class DeviceMemory:
 
 
 def estimate(
-    config: RunConfig, specs: Mapping[str, ModelSpec], layouts: dict[str, Layout], process_bytes: int
+    config: RunConfig,
+    specs: Mapping[str, ModelSpec],
+    layouts: dict[str, Layout],
+    process_bytes: int,
+    *,
+    packs: bool = False,
 ) -> list[DeviceMemory]:
     """The fullest device of each pool that has a role with a model.
 
@@ -86,6 +91,7 @@ def estimate(
         specs: of the placed roles that have a model.
         layouts: of the placed roles.
         process_bytes: what a process holds before any model, libraries and their buffers.
+        packs: whether engines keep a second copy of their matrices for generation, as on a CPU.
 
     Raises:
         ConfigError, ModelError: a layout does not divide the model.
@@ -96,7 +102,7 @@ def estimate(
         models = {role: here[role] for role in (*TRAINED, *FROZEN, ROLLOUT) if role in here and role in specs}
         if not models:
             continue
-        device = _Device(config, specs, models)
+        device = _Device(config, specs, models, packs)
         size = next(iter(models.values())).world_size
         # Ranks of the same stages hold the same amounts.
         stages = {device.stages(rank): rank for rank in reversed(range(size))}
@@ -111,8 +117,10 @@ def estimate(
 class _Device:
     """The roles of one pool; its methods give the parts of one rank."""
 
-    def __init__(self, config: RunConfig, specs: Mapping[str, ModelSpec], models: dict[str, Layout]) -> None:
-        self.config, self.specs, self.models = config, specs, models
+    def __init__(
+        self, config: RunConfig, specs: Mapping[str, ModelSpec], models: dict[str, Layout], packs: bool
+    ) -> None:
+        self.config, self.specs, self.models, self.packs = config, specs, models, packs
         self.item = DTYPE_BYTES[config.model.dtype]
         self.takes_turns = ROLLOUT in models and "actor" in models
         self._tables: dict[tuple[str, Coordinates], Table] = {}
@@ -164,6 +172,8 @@ class _Device:
         weights = sum(_size(p.shape) for p in table.values()) * self.item
         own = weights - self._shared(table, rank)
         yield Part("rollout.weights", 0 if away else own, own, own)
+        packed = 0 if self.config.memory.share_weights else self._packed(table)
+        yield Part("rollout.packed", *((0, 0, packed) if away else (packed, packed, packed)))
         cache = int(limits.kv_cache_gb * GIB)
         yield Part("rollout.kv_cache", *((0, 0, cache) if away else (cache, cache, cache)))
         received = int(max(layout.received_share(rank) for rank in range(layout.world_size)) * weights * layout.tp)
@@ -176,8 +186,9 @@ class _Device:
     def _judge(self, role: str, layout: GenerationLayout) -> Iterator[Part]:
         """An engine that stays in memory; its weights come from a folder."""
         limits, spec = getattr(self.config, role).judge, self.specs[role]
-        weights = sum(_size(p.shape) for p in vllm_table(spec, layout.tp, 0, layout.ep).values()) * self.item
-        yield _everywhere(f"{role}.weights", weights)
+        table = vllm_table(spec, layout.tp, 0, layout.ep)
+        yield _everywhere(f"{role}.weights", sum(_size(p.shape) for p in table.values()) * self.item)
+        yield _everywhere(f"{role}.packed", self._packed(table))
         yield _everywhere(f"{role}.kv_cache", int(limits.kv_cache_gb * GIB))
         longest = limits.max_prompt_tokens + limits.max_tokens
         working = generation_bytes(spec, layout.tp, longest, limits.max_sequences, self.item)
@@ -203,6 +214,14 @@ class _Device:
         training = training_of(self.models["actor"])
         actor = self._table("actor", training, training.coordinates(rank))
         return sum(_size(table[name].shape) for name in coinciding(actor, table)) * self.item
+
+    def _packed(self, table: Table) -> int:
+        """Bytes of the copies that an engine makes of its matrices; of the embedding only where it is the head too."""
+        if not self.packs:
+            return 0
+        only_read = {"model.embed_tokens.weight"} if "lm_head.weight" in table else set()
+        matrices = [p for name, p in table.items() if len(p.shape) == 2 and name not in only_read]
+        return sum(_size(p.shape) for p in matrices) * self.item
 
     def _table(self, role: str, layout: ParallelLayout, at: Coordinates) -> Table:
         """The parameters of a rank."""

@@ -31,7 +31,7 @@ def test_the_processes_of_a_machine_without_gpus_share_its_memory(
     monkeypatch.setattr(memory, "machine_bytes", lambda: 8 * GIB)
     text = refused("rollout.kv_cache_gb=3", "memory.keep_rollout=false")
     assert text.startswith("pools.train.devices=[2]: 2 x 3.73 (train) + 2.00 (driver, rewards, Ray and ray.object")
-    assert "= 9.45 GiB, and this machine has 8.00 GiB." in text
+    assert "= 9.46 GiB, and this machine has 8.00 GiB." in text
 
 
 def test_the_machines_memory_is_known() -> None:

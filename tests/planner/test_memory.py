@@ -88,6 +88,23 @@ def test_weights_that_actor_and_rollout_share_are_counted_once(estimated: Callab
     assert bytes_of(estimated(ParallelLayout(), *given[:2]))["rollout.weights"] == (4 * MODEL,) * 3
 
 
+def test_an_engine_on_a_cpu_packs_its_matrices_once_more(given: list[str]) -> None:
+    def packed(*overrides: str, **shape: bool) -> tuple[int, int, int]:
+        config: RunConfig = compose.load("grpo", GRPOConfig, [*given, *overrides])
+        layouts: dict[str, Layout] = {"actor": ParallelLayout(), "rollout": ParallelLayout().generation(tp=1)}
+        specs = dict.fromkeys(layouts, spec(**shape))
+        (device,) = estimate(config, specs, layouts, process_bytes=0, packs=True)
+        return bytes_of(device)["rollout.packed"]
+
+    norms = 128 + 2 * (2 * 128 + 2 * 32)
+    matrices = 4 * (MODEL - norms - EMBEDDING)  # the head, and not the embedding, which is only looked up
+    assert packed() == (0, 0, matrices)
+    assert packed("memory.keep_rollout=true") == (matrices,) * 3
+    assert packed(tie_word_embeddings=True) == (0, 0, matrices)
+    shared = ("memory.offload=[]", "memory.keep_rollout=true", "memory.share_weights=true")
+    assert packed(*shared) == (0, 0, 0)
+
+
 def test_a_critic_has_a_head_of_its_own_and_is_away_while_weights_travel(given: list[str]) -> None:
     config: RunConfig = compose.load("ppo", PPOConfig, [*given, "memory.offload=[gradients,parameters,others]"])
     one = ParallelLayout()

@@ -120,6 +120,7 @@ class RolloutEngine:
         layout: how the ranks of the world share replicas; None makes each rank a replica of its own.
         load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
         releasable: on a GPU, weights and KV cache lie where :attr:`memory` can release them.
+        packs: on a CPU, matrices are multiplied by copies that oneDNN has arranged, which is faster.
         where: name of the settings ``config``, for messages.
 
     Attributes:
@@ -141,6 +142,7 @@ class RolloutEngine:
         layout: GenerationLayout | None = None,
         load_weights: bool = False,
         releasable: bool = False,
+        packs: bool = True,
         where: str = "rollout",
     ) -> None:
         self.where = where
@@ -179,11 +181,11 @@ class RolloutEngine:
         # At garbage collection or at exit it would destroy the process's torch.distributed, the trainer's groups too.
         cast(Any, self._engine.engine_core)._finalizer.detach()
         weakref.finalize(self, gc.unfreeze)  # the other half of its work: vLLM froze the process's objects
-        worker = self._engine.model_executor.driver_worker.worker
-        self._model: Any = worker.model_runner.model
+        self._model: Any = self._engine.model_executor.driver_worker.worker.model_runner.model
+        if not packs:
+            cpu.pack_nothing(self._model)
         self.memory = EngineMemory(self._engine)
-        if self.valid_vocab < spec.vocab_size:
-            self._mask_vocabulary()
+        self._mask_vocabulary()
         self._version: int | None = None
         self._ids, self._running, self._done = itertools.count(), set[str](), dict[str, Completion]()
         self._begun: dict[tuple[object, ...], str] = {}  # ids of requests that no call waits for yet
@@ -224,6 +226,8 @@ class RolloutEngine:
     def _mask_vocabulary(self) -> None:
         """Ids that no tokenizer produces get logit -inf before anything else reads the logits."""
         compute_logits, valid = self._model.compute_logits, self.valid_vocab
+        if valid == self.spec.vocab_size:
+            return
 
         def masked(*args: object, **kwargs: object) -> torch.Tensor | None:
             logits = compute_logits(*args, **kwargs)
@@ -247,6 +251,7 @@ class RolloutEngine:
         """Drop the weights, after the KV cache; without a version of them nothing is generated."""
         self._version = None
         self.memory.release_weights()
+        cpu.forget_packed(self._model)
 
     def weights_changed(self, version: int) -> None:
         """Drop keys and values that other weights computed, and stamp what is generated from now on.
@@ -262,6 +267,7 @@ class RolloutEngine:
                 f"vLLM refused to drop its prefix cache for weight version {version}: a request still holds blocks "
                 f"({self._engine.get_num_unfinished_requests()} unfinished requests)."
             )
+        cpu.forget_packed(self._model)
         self._engine.set_weight_version(str(version))
         self._version = version
 
