@@ -145,8 +145,7 @@ class RolloutEngine:
         packs: bool = True,
         where: str = "rollout",
     ) -> None:
-        self.where = where
-        self.spec, self.dtype, self.config, self.max_model_len = spec, dtype, config, max_model_len
+        self.spec, self.dtype, self.config, self.max_model_len, self.where = spec, dtype, config, max_model_len, where
         environment.ensure_world()
         self.layout = layout or ParallelLayout(dp=dist.get_world_size()).generation(tp=1)
         self.valid_vocab = min(valid_vocab, spec.vocab_size)
