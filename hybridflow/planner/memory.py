@@ -172,7 +172,7 @@ class _Device:
         weights = sum(_size(p.shape) for p in table.values()) * self.item
         own = weights - self._shared(table, rank)
         yield Part("rollout.weights", 0 if away else own, own, own)
-        packed = 0 if self.config.memory.share_weights else self._packed(table)
+        packed = self._packed(table)
         yield Part("rollout.packed", *((0, 0, packed) if away else (packed, packed, packed)))
         cache = int(limits.kv_cache_gb * GIB)
         yield Part("rollout.kv_cache", *((0, 0, cache) if away else (cache, cache, cache)))

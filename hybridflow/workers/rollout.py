@@ -70,7 +70,6 @@ class RolloutWorker(Worker):
             max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_tokens,
             layout=self.layout,
             releasable=not config.memory.keep_rollout,
-            packs=not config.memory.share_weights,
         )
         self._sync: WeightSync | None = None
         # What the engine should hold, and what it holds: the version, and the actor's count of changes then.

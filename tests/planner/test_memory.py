@@ -101,8 +101,6 @@ def test_an_engine_on_a_cpu_packs_its_matrices_once_more(given: list[str]) -> No
     assert packed() == (0, 0, matrices)
     assert packed("memory.keep_rollout=true") == (matrices,) * 3
     assert packed(tie_word_embeddings=True) == (0, 0, matrices)
-    shared = ("memory.offload=[]", "memory.keep_rollout=true", "memory.share_weights=true")
-    assert packed(*shared) == (0, 0, 0)
 
 
 def test_a_critic_has_a_head_of_its_own_and_is_away_while_weights_travel(given: list[str]) -> None:

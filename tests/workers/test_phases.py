@@ -163,9 +163,10 @@ def test_what_is_away_is_not_in_the_resident_memory(tmp_path):
         # Pages of gradients come with the backward that writes them.
         back = 0 if part == "actor.gradients" else size
         assert turns[f"phase/training/{part}/gb"] == pytest.approx(back, rel=0.1, abs=0.01), part
-    for part, size in {"rollout.weights": model, "rollout.kv_cache": 0.15}.items():
+    # Its matrices are packed while it generates, which a restore does not see.
+    for part, size, with_packed in (("rollout.weights", model, 2 * model), ("rollout.kv_cache", 0.15, 0.15)):
         assert turns[f"phase/generation/{part}/gb"] == pytest.approx(size, rel=0.1), part
-        assert turns[f"phase/training/{part}/gb"] == pytest.approx(-size, rel=0.1), part
+        assert turns[f"phase/training/{part}/gb"] == pytest.approx(-with_packed, rel=0.1), part
     # While it generates, a process holds one copy of the weights, and of the rest of the trainer nothing. Where nothing
     # moves, memory that was freed may stay with the process too.
     saved = kept["memory/rss_gb"] - turns["memory/rss_gb"]

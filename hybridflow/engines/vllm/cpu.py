@@ -4,8 +4,7 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
 
 - linear layers keep ``weight`` as an ordinary tensor (:func:`install`). The backend would leave an empty parameter
   behind, and what oneDNN has arranged for itself in its place, and new weights would never be seen. Here that is a
-  second copy, made when a layer is first used and dropped when its weights change (:func:`forget_packed`), or none
-  (:func:`pack_nothing`);
+  second copy, made when a layer is first used and dropped when its weights change (:func:`forget_packed`);
 - the weights of experts are not packed at all (:func:`install`);
 - nothing is compiled (:func:`install`): one small function of the sampler would cost 30 s of C++ compilation;
 - RMSNorm uses the kernel that the CPU build has but selects on GPUs only (:func:`engine_options`): of a step of a small
@@ -56,7 +55,8 @@ def _linear(layer: Any, remove_weight: bool) -> None:
     from vllm import _custom_ops as operators
 
     matrix = layer.weight.ndim == 2 and not layer.weight.is_meta
-    layer.cpu_linear = _PackedLinear() if matrix and operators._supports_onednn else torch.nn.functional.linear
+    product: Any = _PackedLinear() if matrix and operators._supports_onednn else torch.nn.functional.linear
+    layer.cpu_linear = product
 
 
 def forget_packed(model: torch.nn.Module) -> None:
@@ -65,13 +65,6 @@ def forget_packed(model: torch.nn.Module) -> None:
         product = getattr(layer, "cpu_linear", None)
         if isinstance(product, _PackedLinear):
             product.forget()
-
-
-def pack_nothing(model: torch.nn.Module) -> None:
-    """Multiply by the weights as they lie, which is slower and needs no copy."""
-    for layer in model.modules():
-        if isinstance(getattr(layer, "cpu_linear", None), _PackedLinear):
-            layer.cpu_linear = torch.nn.functional.linear
 
 
 def _plain_experts(

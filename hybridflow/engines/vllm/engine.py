@@ -120,7 +120,6 @@ class RolloutEngine:
         layout: how the ranks of the world share replicas; None makes each rank a replica of its own.
         load_weights: read the weights of ``folder`` as version 0; else there are none before :meth:`weights_changed`.
         releasable: on a GPU, weights and KV cache lie where :attr:`memory` can release them.
-        packs: on a CPU, matrices are multiplied by copies that oneDNN has arranged, which is faster.
         where: name of the settings ``config``, for messages.
 
     Attributes:
@@ -142,10 +141,10 @@ class RolloutEngine:
         layout: GenerationLayout | None = None,
         load_weights: bool = False,
         releasable: bool = False,
-        packs: bool = True,
         where: str = "rollout",
     ) -> None:
-        self.spec, self.dtype, self.config, self.max_model_len, self.where = spec, dtype, config, max_model_len, where
+        self.where = where
+        self.spec, self.dtype, self.config, self.max_model_len = spec, dtype, config, max_model_len
         environment.ensure_world()
         self.layout = layout or ParallelLayout(dp=dist.get_world_size()).generation(tp=1)
         self.valid_vocab = min(valid_vocab, spec.vocab_size)
@@ -181,8 +180,6 @@ class RolloutEngine:
         cast(Any, self._engine.engine_core)._finalizer.detach()
         weakref.finalize(self, gc.unfreeze)  # the other half of its work: vLLM froze the process's objects
         self._model: Any = self._engine.model_executor.driver_worker.worker.model_runner.model
-        if not packs:
-            cpu.pack_nothing(self._model)
         self.memory = EngineMemory(self._engine)
         self._mask_vocabulary()
         self._version: int | None = None

@@ -337,11 +337,8 @@ def test_weights_written_in_place_are_used_at_once(
             assert distance(got.log_probs, reference_log_probs(folders[name], prompt, got.token_ids)) < 1e-5
 
 
-def test_an_engine_packs_its_matrices_while_they_stay_and_only_where_it_may(
-    build, folders, prompts, reference_greedy, settings
-):
+def test_an_engine_packs_its_matrices_for_as_long_as_they_stay(build, folders, prompts, reference_greedy):
     from hybridflow.engines.vllm.cpu import _PackedLinear
-    from hybridflow.engines.vllm.engine import RolloutEngine
 
     def packed(engine):
         products = [getattr(layer, "cpu_linear", None) for layer in engine._model.modules()]
@@ -359,12 +356,6 @@ def test_an_engine_packs_its_matrices_while_they_stay_and_only_where_it_may(
     live.memory.release_kv_cache()
     live.release_weights()
     assert packed(live) == {False}
-
-    spec = ModelSpec.from_folder(folder)
-    plain = RolloutEngine(folder, spec, torch.float32, settings, 200, 160, load_weights=True, packs=False)
-    assert [got.token_ids for got in ask(plain, prompts)] == expected
-    assert packed(plain) == set()
-    plain.close()
 
 
 def test_responses_that_are_half_way_go_on_under_new_weights(
