@@ -7,8 +7,8 @@
     python benchmarks/against_trl.py --vllm              # TRL's vLLM mode too (compiling vLLM takes it two minutes)
 
 TRL gets an environment of its own (``runs/benchmarks/trl``: TRL 1.16, the same torch and transformers; vLLM is this
-environment's). Both are run in two settings, of which the better one counts: TRL with one thread and with two, HybridFlow
-with two device processes of one thread and with one of two.
+environment's). Both are run in two settings, of which the better one counts: TRL with one thread and with two,
+HybridFlow with two device processes of one thread and with one of two.
 A random model draws its end id once in some 300 tokens, so responses run to ``--max-tokens``: the case that is best for
 a trainer that pads. With ``--spread`` the end's probability differs from place to place.
 """
