@@ -79,14 +79,6 @@ class DataFuture:
         self._value: Any = None
         self._collected = False
 
-    @classmethod
-    def answered(cls, group: WorkerGroup, invocation: Invocation, value: Any) -> DataFuture:
-        """Of a call whose value is known without its ranks."""
-        future = cls(group, invocation, [], timeout=None, dispatched=None)
-        future._value, future._collected = value, True
-        future._let_go()
-        return future
-
     def __repr__(self) -> str:
         state = "failed" if self._failure else "waiting" if self._awaits else "running" if self._pending else "done"
         return f"DataFuture({self._invocation.call.where}, {state})"
@@ -292,6 +284,27 @@ class DataFuture:
         stacks = outside.stacks([places[rank] for rank in waiting]) if with_stacks and places else ""
         call = self._invocation
         return WorkerError(call.role, waiting[0], call.method, call.step, cause, stacks)
+
+
+class Answered(DataFuture):
+    """Of a call whose value the driver knew: no rank hears of it.
+
+    Args:
+        where: the call, for messages.
+        value: what it gives.
+    """
+
+    def __init__(self, where: str, value: Any) -> None:
+        self._where, self._value, self._failure, self._pending = where, value, None, {}
+
+    def __repr__(self) -> str:
+        return f"DataFuture({self._where}, done)"
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._value
 
 
 def together(*futures: DataFuture) -> list[Any]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.controller.call import Invocation, Request, Share
-from hybridflow.controller.future import Awaited, DataFuture
+from hybridflow.controller.future import Answered, Awaited, DataFuture
 from hybridflow.controller.message import message, packed, shared
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
@@ -138,7 +138,7 @@ class WorkerGroup:
             self.role, name, self.step, self.layout, registration, self.config, bound.args, bound.kwargs
         )
         if registration.unless is not None and registration.unless(self.config):
-            return DataFuture.answered(self, invocation, DataProto())
+            return Answered(invocation.call.where, DataProto())
         awaited = Awaited()
         given = invocation.with_arguments(awaited.argument)
         origin = f"the arguments of {self.role}.{name}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridflow.checks.base import SCORERS
 from hybridflow.config import RewardModelConfig, RunConfig
-from hybridflow.controller.future import together
+from hybridflow.controller.future import Answered, together
 from hybridflow.controller.group import WorkerGroup
 from hybridflow.controller.pool import ResourcePool, build_pools
 from hybridflow.protocol.data import DataProto
@@ -44,7 +44,11 @@ class AbsentRole:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        return lambda *args, **kwargs: DataProto.from_dict()
+
+        def call(*args: Any, blocking: bool = True, **kwargs: Any) -> Any:
+            return DataProto() if blocking else Answered(f"{self.role}.{method}", DataProto())
+
+        return call
 
     def __bool__(self) -> bool:
         return False

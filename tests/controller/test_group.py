@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from hybridflow.config import RunConfig
+from hybridflow.controller.future import together
 from hybridflow.controller.group import DataFuture, WorkerGroup
+from hybridflow.controller.placement import AbsentRole
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.errors import ConfigError, DataError, PlacementError, WorkerDiedError, WorkerError
 from hybridflow.protocol.data import DataProto
@@ -115,8 +117,12 @@ def test_a_method_with_nothing_to_do_is_answered_on_the_driver(pool: ResourcePoo
         WorkerGroup(pool, name, Echo, ParallelLayout.on(2), RunConfig(name=name)) for name in ("idle", "busy")
     )
     assert len(idle.only_if_needed(numbers(3))) == 0 and idle.only_if_needed(numbers(3)).keys() == []
-    future = idle.only_if_needed(numbers(3), blocking=False)
-    assert future.done() and future.result().keys() == []
+    for nobody in (idle, AbsentRole("critic")):
+        future = nobody.only_if_needed(numbers(3), blocking=False)
+        assert future.done() and future.result(timeout=1.0).keys() == []
+        assert together(future, busy.only_if_needed(numbers(3), blocking=False))[0].keys() == []
+        with pytest.raises(DataError, match="by_replica: the batch has no rows"):  # it is an argument as any other
+            busy.by_replica(future)
     assert busy.only_if_needed(numbers(3))["x"].tolist() == [0, 1, 2]
     assert {span.role for span in pool.spans if span.method == "only_if_needed"} == {"busy"}
     with pytest.raises(TypeError, match="missing a required argument: 'batch'"):
