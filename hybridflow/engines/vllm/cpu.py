@@ -19,7 +19,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,36 +27,36 @@ from hybridflow import platform
 from hybridflow.engines.vllm import environment
 from hybridflow.errors import ModelError
 
+_KERNELS = 32
+"""Numbers of rows for which a layer keeps its kernel, as vLLM has it."""
+
 
 class _PackedLinear:
-    """The matrix product of a linear layer, by vLLM's own oneDNN operator: of the few rows that decoding has, 1.1 to
-    4 times as fast as ``F.linear``."""
+    """The matrix product of a linear layer, by vLLM's own oneDNN operators: of the few rows that decoding has, 1.1 to 4
+    times as fast as ``F.linear``.
 
-    def __init__(self) -> None:
-        self._packed: Any = None
+    Args:
+        operators: vLLM's ``_custom_ops``.
+    """
+
+    def __init__(self, operators: Any) -> None:
+        self._operators, self._packed = operators, None
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from vllm import _custom_ops as operators
-
         if self._packed is None:
-            self._packed = operators.create_onednn_mm(weight.t(), _SHAPES)
-        return operators.onednn_mm(self._packed, x, bias)
+            self._packed = self._operators.create_onednn_mm(weight.t(), _KERNELS)
+        return self._operators.onednn_mm(self._packed, x, bias)
 
     def forget(self) -> None:
         self._packed = None
 
 
-_SHAPES = 32
-"""Numbers of rows for which a layer keeps its kernel, as vLLM has it."""
-
-
-def _linear(layer: Any, remove_weight: bool) -> None:
+def _choose_linear(layer: Any, remove_weight: bool) -> None:
     """Stands for vLLM's choice of a matrix product, and leaves ``layer.weight`` alone."""
     from vllm import _custom_ops as operators
 
-    matrix = layer.weight.ndim == 2 and not layer.weight.is_meta
-    product: Any = _PackedLinear() if matrix and operators._supports_onednn else torch.nn.functional.linear
-    layer.cpu_linear = product
+    packs = layer.weight.ndim == 2 and not layer.weight.is_meta and operators._supports_onednn
+    layer.cpu_linear = cast(Any, _PackedLinear(operators) if packs else torch.nn.functional.linear)
 
 
 def forget_packed(model: torch.nn.Module) -> None:
@@ -170,7 +170,7 @@ def install() -> None:
         import vllm.model_executor.layers.utils as layers
         import vllm.v1.sample.sampler as sampler
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe as experts
-    layers.dispatch_cpu_unquantized_gemm = _linear
+    layers.dispatch_cpu_unquantized_gemm = _choose_linear
     sampler.batched_count_greater_than = _ranks
     _register_norms()
     kind: Any = experts.CPUUnquantizedExperts
