@@ -118,6 +118,8 @@ def run_ours(args: argparse.Namespace, assets: Path, devices: int) -> list[float
     command = [
         sys.executable, "examples/grpo.py", f"runs_dir={ROOT}", "name=ours",
         f"model.path={args.model}", f"pools.train.devices=[{devices}]",
+        # All cores of the two; the process that scores answers needs little.
+        f"pools.train.cores_per_device={1.9 / devices}", "pools.cpu.cores_per_device=0.1",
         f"data.train={assets}/train.jsonl", f"data.evaluate={assets}/heldout.jsonl",
         f"data.prompts_per_step={args.prompts}", f"rollout.n={args.samples}", f"rollout.max_tokens={args.max_tokens}",
         f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",

@@ -70,8 +70,8 @@ class PoolConfig(Settings):
     Attributes:
         devices: devices per node, such as ``[4, 4]`` for two nodes of four.
         kind: ``device`` (GPUs where there are any, else shares of cores) or ``cpu`` (processes without a device).
-        cores_per_device: CPU cores of each device process; as many threads (rounded) compute in it. 0 shares what is
-            left of the machine's cores evenly between devices, and gives 0.1 to a process of kind ``cpu``.
+        cores_per_device: CPU cores of each device process; as many threads (rounded) compute in it. 0 shares the
+            machine's cores evenly.
         memory_gb: memory of each device in GiB, against which the estimate is held before a run; 0 asks this machine
             where Ray is started on it.
     """

@@ -111,28 +111,28 @@ def cluster_nodes() -> list[Node]:
 def build_pools(configs: Mapping[str, PoolConfig]) -> dict[str, ResourcePool]:
     """Pools (not started) from the run's configuration; needs Ray where a pool leaves its cores to us.
 
-    With ``cores_per_device: 0`` processes of kind cpu, which mostly wait, hold :data:`LEAST_CORES` each. Devices share
-    evenly what is left of the smallest node, as if all pools stood on it, so that the share fits wherever they land.
+    ``cores_per_device: 0`` shares evenly what the other pools leave of the smallest node, as if all pools stood on
+    it, so that the share fits wherever they land.
     """
-    cores = {name: config.cores_per_device or LEAST_CORES for name, config in configs.items()}
-    sharing = {n: c for n, c in configs.items() if not c.cores_per_device and c.kind == "device"}
-    if sharing:
+    shares = [max(config.devices) for config in configs.values() if not config.cores_per_device]
+    share = 1.0
+    if shares:
         _require_ray("pools")
-        held = sum(max(c.devices) * cores[name] for name, c in configs.items() if name not in sharing)
-        smallest = min(node.total.get("CPU", 0.0) for node in _device_nodes(cluster_nodes()))
-        count = sum(max(config.devices) for config in sharing.values())
-        share = math.floor(100 * (smallest - held) / count) / 100
+        fixed = sum(max(c.devices) * c.cores_per_device for c in configs.values() if c.cores_per_device)
+        cores = min(node.total.get("CPU", 0.0) for node in _device_nodes(cluster_nodes()))
+        share = math.floor(100 * (cores - fixed) / sum(shares)) / 100
         if share < LEAST_CORES:
-            asked = " + ".join(f"{max(config.devices)} ({name})" for name, config in sharing.items())
+            asked = " + ".join(f"{max(c.devices)} ({n})" for n, c in configs.items() if not c.cores_per_device)
             raise PlacementError(
-                f"asked for {asked} devices that share a node's cores; the smallest node of the cluster has "
-                f"{smallest:g}, of which other pools hold {held:g}: ({smallest:g} - {held:g}) / {count} = "
-                f"{(smallest - held) / count:.3g} cores each, and a device process needs at least {LEAST_CORES}. Lower "
-                f"pools.*.devices or pools.*.cores_per_device, or add cores to the Ray cluster."
+                f"asked for {asked} devices that share a node's cores; the smallest node of the cluster has {cores:g}, "
+                f"of which pools with a cores_per_device hold {fixed:g}: ({cores:g} - {fixed:g}) / {sum(shares)} = "
+                f"{(cores - fixed) / sum(shares):.3g} cores each, and a device process needs at least {LEAST_CORES}. "
+                f"Lower pools.*.devices or pools.*.cores_per_device, or add cores to the Ray cluster."
             )
-        cores |= dict.fromkeys(sharing, share)
+        share = math.floor(share) if share >= 1 else share
     return {
-        name: ResourcePool(name, list(config.devices), config.kind, cores[name]) for name, config in configs.items()
+        name: ResourcePool(name, list(config.devices), config.kind, config.cores_per_device or share)
+        for name, config in configs.items()
     }
 
 

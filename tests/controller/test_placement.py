@@ -75,7 +75,7 @@ def test_a_wrong_setting_names_its_field(settings: dict, message: str):
 
 
 def test_cores_left_open_are_shared_over_the_smallest_node(monkeypatch: pytest.MonkeyPatch):
-    # (8 - 2 * 1.0) / (4 + 2) = 1.0 per device; with 2 cores declared (2 - 0) / 6 = 0.33; (8 - 2 * 0.1) / 4 = 1.95.
+    # (8 - 2 * 1.0) / (4 + 2) = 1.0 per device; with 2 cores declared (2 - 0) / 6 = 0.33.
     import ray
 
     from hybridflow.controller import pool
@@ -85,16 +85,14 @@ def test_cores_left_open_are_shared_over_the_smallest_node(monkeypatch: pytest.M
     monkeypatch.setattr(pool, "cluster_nodes", lambda: [node("a", 8), node("b", 16)])
     pools = build_pools({**open_pools, "cpu": PoolConfig(devices=[2], kind="cpu", cores_per_device=1.0)})
     assert {name: p.cores_per_device for name, p in pools.items()} == {"train": 1.0, "rollout": 1.0, "cpu": 1.0}
-    pools = build_pools({"train": PoolConfig(devices=[4]), "cpu": PoolConfig(devices=[2], kind="cpu")})
-    assert {name: p.cores_per_device for name, p in pools.items()} == {"train": 1.95, "cpu": 0.1}
     monkeypatch.setattr(pool, "cluster_nodes", lambda: [node("a", 2)])
     assert {p.cores_per_device for p in build_pools(open_pools).values()} == {0.33}
     monkeypatch.setattr(pool, "cluster_nodes", lambda: [node("a", 64)])
-    assert {p.cores_per_device for p in build_pools(open_pools).values()} == {10.66}
+    assert {p.cores_per_device for p in build_pools(open_pools).values()} == {10.0}
     with pytest.raises(PlacementError) as error:
         build_pools({**open_pools, "cpu": PoolConfig(devices=[64], kind="cpu", cores_per_device=1.0)})
     assert "asked for 4 (train) + 2 (rollout) devices that share a node's cores" in str(error.value)
-    assert "has 64, of which other pools hold 64: (64 - 64) / 6 = 0 cores each" in str(error.value)
+    assert "has 64, of which pools with a cores_per_device hold 64: (64 - 64) / 6 = 0 cores each" in str(error.value)
     with pytest.raises(PlacementError, match=r"\(64 - 0\) / 999 = 0.0641 cores each.*at least 0.1"):
         build_pools({"train": PoolConfig(devices=[999])})
 
