@@ -130,9 +130,9 @@ def test_a_token_budget_leaves_the_number_of_micro_batches_open(checked: Callabl
 
 def test_checking_takes_less_than_a_second(given: list[str]) -> None:
     config = compose.load("grpo", GRPOConfig, given)
-    begin = time.perf_counter()
+    begin = time.process_time()  # another process may have the cores
     check(config)
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
 
 
 def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
