@@ -48,6 +48,13 @@ def pools_fit_this_machine(facts: Facts) -> Iterator[Problem]:
                 f"machine. Write one number, {join}",
             )
             return
+    for name, pool in pools.items():
+        if 0 < pool.cores_per_device < LEAST_CORES:
+            setting = f"pools.{name}.cores_per_device"
+            yield Problem(
+                setting, f"{setting}={pool.cores_per_device}: give at least {LEAST_CORES}, or 0 to share cores."
+            )
+            return
     largest = max(pools, key=lambda name: sum(pools[name].devices))
     cores, gpus = machine()
     on_gpus = [name for name in pools if pools[name].kind == "device"] if gpus else []
@@ -66,7 +73,7 @@ def pools_fit_this_machine(facts: Facts) -> Iterator[Problem]:
             f"pools.{largest}.devices",
             f"pools.{largest}.devices={pools[largest].devices}: pools ask for {asked} devices of "
             f"pools.*.cores_per_device cores (where that is 0, of at least {LEAST_CORES}), {need:g} cores in all; the "
-            f"cluster has {cores}. Lower it, {join}",
+            f"cluster has {cores}. Lower it or a cores_per_device, {join}",
         )
 
 

@@ -188,7 +188,7 @@ class ResourcePool:
         devices: devices per node.
         kind: ``device`` (GPUs where the cluster has them, else shares of cores; one torch.distributed world) or
             ``cpu`` (processes that never take a GPU and have no such world).
-        cores_per_device: CPU cores that Ray reserves for each process; its thread count is this, rounded down.
+        cores_per_device: CPU cores that Ray reserves for each process; its thread count is this, rounded.
     """
 
     def __init__(self, name: str, devices: Sequence[int], kind: str = "device", cores_per_device: float = 1.0) -> None:

@@ -29,9 +29,11 @@ MANY = "asked for 2 nodes x 4 devices; the cluster has this one machine. Write o
             ["pools.train.devices=[999]"],
             (2, 0),
             "pools.train.devices=[999]: pools ask for 999 (train) + 1 (cpu) devices of pools.*.cores_per_device cores "
-            "(where that is 0, of at least 0.1), 100 cores in all; the cluster has 2. Lower it, or join a larger",
+            "(where that is 0, of at least 0.1), 100 cores in all; the cluster has 2. Lower it or a cores_per_device",
         ),
         (["pools.cpu={devices: [3], cores_per_device: 1}"], (3, 0), "3 (cpu) devices of"),
+        (["pools.train.cores_per_device=100"], (3, 0), "Lower it or a cores_per_device, or join"),
+        (["pools.cpu.cores_per_device=1e-5"], (3, 0), "pools.cpu.cores_per_device=1e-05: give at least 0.1, or 0 to"),
         (["pools.train.devices=[16]"], (64, 8), "ask for 16 GPUs in all; the cluster has 8. Lower it"),
     ],
 )
