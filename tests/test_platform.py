@@ -23,3 +23,23 @@ def test_a_peak_is_that_since_it_was_forgotten() -> None:
     [(held, after)] = run_ranks(peaks, 1)  # a process whose memory nothing else changes
     assert 64 * 2**20 <= held < 128 * 2**20
     assert after < 32 * 2**20
+
+
+def held_when_freed(rank: int, keep: bool) -> tuple[int, int]:
+    """Bytes that the process holds once four blocks of 8 MiB are freed, and after giving back; above where it began."""
+    if keep:
+        CPU.keep_freed_memory()
+    before = CPU.memory()["rss"]
+    blocks = [torch.ones(8 * 2**20, dtype=torch.uint8) for _ in range(4)]
+    del blocks
+    held = CPU.memory()["rss"] - before
+    CPU.release_cache()
+    return held, CPU.memory()["rss"] - before
+
+
+@pytest.mark.distributed
+def test_freed_memory_is_kept_until_it_is_released() -> None:
+    [(held, after)] = run_ranks(held_when_freed, 1, True)
+    assert held >= 32 * 2**20 and after < 8 * 2**20
+    [(held, _)] = run_ranks(held_when_freed, 1, False)
+    assert held < 8 * 2**20  # the C library's own way

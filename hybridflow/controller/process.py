@@ -114,6 +114,7 @@ class DeviceProcess:
             )
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         torch.set_num_threads(num_threads)
+        platform.keep_freed_memory()
         self.roles = Roles(pool)
         self.phases = Phases(platform.used, platform.release_cache)
         self.peers = MappingProxyType(self.roles)

@@ -141,6 +141,22 @@ def _reduce_scatter(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return reduce_scatter
 
 
+def _swiglu(y: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of ``y`` [..., 2 f], gate before up; inside of autograd functions of megatron-core's."""
+    gate, up = y.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def _swiglu_back(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The gradient of :func:`_swiglu`, written in its place: megatron-core's counts on a compiler that fuses it."""
+    gate, up = y.chunk(2, dim=-1)
+    found = torch.empty_like(y)
+    of_gate, of_up = found.chunk(2, dim=-1)
+    torch.mul(g, torch.nn.functional.silu(gate), out=of_up)
+    torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=of_gate)
+    return found
+
+
 @functools.cache
 def _allow_uneven_parts() -> None:
     """Once a process: each call wraps what it finds."""
@@ -152,6 +168,7 @@ def _allow_uneven_parts() -> None:
 
 def install() -> None:
     """Adapt every ``megatron.core`` module loaded so far. Call again after importing more of them."""
+    from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -162,8 +179,15 @@ def install() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _on_host
     _allow_uneven_parts()
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
-            module.torch = _stand_in()  # type: ignore[attr-defined]
+        if not name.startswith("megatron.core"):
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if value is torch:
+                setattr(module, key, _stand_in())
+            elif hasattr(value, "_torchdynamo_orig_callable"):
+                # Decorated while megatron.core was imported, before the flag could be changed.
+                setattr(module, key, value._torchdynamo_orig_callable)
+    fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = _swiglu, _swiglu_back
     from megatron.core.tensor_parallel import random as rng
 
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -218,7 +218,8 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not current().is_cuda,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        # On a GPU it is compiled anew for every shape, and micro-batches have many.
+        bias_activation_fusion=not current().is_cuda,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

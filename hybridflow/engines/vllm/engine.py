@@ -54,6 +54,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from hybridflow.engines.vllm import groups  # noqa: E402
 from hybridflow.engines.vllm.memory import EngineMemory  # noqa: E402
+from hybridflow.engines.vllm.multi_step import MultiStep  # noqa: E402
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one; :class:`RolloutEngine` refuses them instead."""
@@ -182,6 +183,8 @@ class RolloutEngine:
         self._model: Any = self._engine.model_executor.driver_worker.worker.model_runner.model
         self.memory = EngineMemory(self._engine)
         self._mask_vocabulary()
+        if not platform.current().is_cuda:
+            self._multi_step = MultiStep(self._engine, self._stop_token_ids)
         self._version: int | None = None
         self._ids, self._running, self._done = itertools.count(), set[str](), dict[str, Completion]()
         self._begun: dict[tuple[object, ...], str] = {}  # ids of requests that no call waits for yet
@@ -310,8 +313,7 @@ class RolloutEngine:
         groups.require_agreement("their requests", (requests, sampling))
         self._check(requests, sampling)
         self.memory.require()
-        # vLLM's CPU sampler draws from the process's generator, even where every request has its own.
-        with torch.random.fork_rng(devices=[]), self._dropped_on_error():
+        with self._dropped_on_error():
             ids = [self._begun.pop(request.key(sampling), None) if self._begun else None for request in requests]
             ids = [found or self._add(request, sampling) for found, request in zip(ids, requests, strict=True)]
             while not self._running.isdisjoint(ids):

@@ -423,7 +423,8 @@ def test_a_prefix_cache_in_use_is_not_called_reset(engine, prompts):
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
 
-    engine._engine.add_request("held", tokens_input(prompts[-1]), SamplingParams(max_tokens=4, detokenize=False))
+    held = SamplingParams(max_tokens=60, seed=1, detokenize=False, logprobs=0)
+    engine._engine.add_request("held", tokens_input(prompts[-1]), held)
     engine._engine.step()
     try:
         with pytest.raises(RuntimeError, match="refused to drop its prefix cache for weight version 9"):

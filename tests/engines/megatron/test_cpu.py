@@ -1,0 +1,46 @@
+"""What stands in for megatron-core's own on a CPU, against plain torch."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gated_activation_and_its_gradient_are_those_of_plain_torch(dtype, bias):
+    from hybridflow.engines.megatron import cpu
+
+    cpu.install()
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    torch.manual_seed(0)
+    given = torch.randn(7, 1, 10, dtype=dtype), torch.randn(10, dtype=dtype), torch.randn(7, 1, 5, dtype=dtype)
+    found, expected = (
+        (given[0].clone().requires_grad_(), given[1].clone().requires_grad_() if bias else None) for _ in range(2)
+    )
+    answer = bias_swiglu_impl(*found)
+    whole = expected[0] if expected[1] is None else expected[0] + expected[1]
+    oracle = torch.nn.functional.silu(whole[..., :5]) * whole[..., 5:]
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(answer, oracle, **close)
+    answer.backward(given[2]), oracle.backward(given[2])
+    for mine, theirs in zip(found, expected, strict=True):
+        if mine is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, **close)
+
+
+def test_the_gated_activation_of_weighted_tokens_is_that_of_plain_torch():
+    from hybridflow.engines.megatron import cpu
+
+    cpu.install()
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    torch.manual_seed(1)
+    x, weights, g = (torch.randn(*shape, dtype=torch.float64) for shape in ((7, 10), (7, 1), (7, 5)))
+    found = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    expected = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    answer = weighted_bias_swiglu_impl(found[0], None, found[1])
+    oracle = torch.nn.functional.silu(expected[0][:, :5]) * expected[0][:, 5:] * expected[1]
+    torch.testing.assert_close(answer, oracle)
+    answer.backward(g), oracle.backward(g)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
