@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from hybridflow.controller.store import Address, Stored, address_of, reference, this_node
+from hybridflow.controller.store import Address, Stored, address_of, reference, stored_of, this_node
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.parcel import INLINE_BYTES, inline_or
@@ -83,8 +83,8 @@ def opened(message: Message) -> Any:
 def held(value: Any) -> Any:
     """The value, whose rows in the store stay there from now on for as long as its batches live."""
     for batch in batches_in(value):
-        for handle in batch.handles:
-            if isinstance(handle, Stored):
+        for column in batch.columns.values():
+            for handle in stored_of(column):
                 handle.hold()
     return value
 

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.remote import Handle, Part
+from hybridflow.protocol.remote import Column, Handle, Part
 
 Address = tuple[bytes, bytes, bytes]
 """Where an object is: its id, the process that owns it, and what that process said of it."""
@@ -55,22 +55,15 @@ class Stored(Handle):
         ref: keeps the object alive; without one somebody else has to.
     """
 
-    __slots__ = ("__weakref__", "_borrowed", "_over", "address", "asked", "column", "node", "origin", "ref")
+    asked = False
+    borrowed: Borrowed | None = None
 
     def __init__(self, address: Address, column: str, origin: str, node: str, ref: Any = None) -> None:
-        super().__init__()
         self.address, self.column, self.origin, self.node, self.ref = address, column, origin, node, ref
-        self.asked = False
-        self._borrowed: weakref.ref[Borrowed] | None = None
-        self._over = False
 
     @property
     def key(self) -> Any:
         return self.address[0]
-
-    @property
-    def portable(self) -> bool:
-        return not self._over
 
     def hold(self) -> None:
         """Keep the object alive for as long as this handle."""
@@ -94,9 +87,8 @@ class Stored(Handle):
     @classmethod
     def prefetch(cls, handles: Sequence[Handle]) -> None:
         stored = [handle for handle in handles if isinstance(handle, Stored)]
-        for borrowed in {handle._borrowed for handle in stored}:
-            found = borrowed() if borrowed is not None else None
-            stored += found.others() if found is not None else []
+        for borrowed in {handle.borrowed for handle in stored}:
+            stored += borrowed.others() if borrowed is not None else []
         wanted = {id(handle): handle for handle in stored if not handle.fetched}
         if len(wanted) > 1:
             try:
@@ -119,29 +111,38 @@ class Borrowed:
 
     Args:
         batches: the arguments.
-        expected: the columns that the method is likely to read, by the names they were made with; None for all.
+        expected: the columns that the method is likely to read, by name; None for all.
     """
 
     def __init__(self, batches: Iterable[DataProto], expected: set[str] | None = None) -> None:
-        batches, here = list(batches), this_node()
-        stored = [handle for batch in batches for handle in batch.handles if isinstance(handle, Stored)]
-        self._all = [weakref.ref(handle) for handle in stored]
-        self._near = [handle for batch in batches for handle in batch.tensor_handles if isinstance(handle, Stored)]
-        self._near = [handle for handle in self._near if handle.node == here]
+        named = [item for batch in batches for item in batch.columns.items()]
+        self._columns = [weakref.ref(column) for _, column in named]
+        self._handles: list[weakref.ref[Stored]] = []
+        self._tensors = [(key, column) for key, column in named if not column.is_object]
         self._expected = expected
-        me: Any = weakref.ref(self)
-        for handle in self._near:
-            handle._borrowed = me
+        for _, column in named:
+            if column.entries is None:
+                self._borrow(column.handles)
+            else:
+                column.on_touch = self._borrow
+
+    def _borrow(self, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            if isinstance(handle, Stored):
+                handle.borrowed = self
+                self._handles.append(weakref.ref(handle))
 
     def others(self) -> list[Stored]:
         """What to get beside the parts that are asked for."""
         expected, self._expected = self._expected, None
-        return [handle for handle in self._near if expected is None or handle.column in expected]
+        columns = [column for key, column in self._tensors if expected is None or key in expected]
+        return [handle for column in columns for handle in stored_of(column) if handle.node == this_node()]
 
     def read(self) -> set[str]:
-        """The columns that have been read so far, of those that may be got together. Ends getting them."""
-        near, self._near = self._near, []
-        return {handle.column for handle in near if handle.asked}
+        """The tensor columns of which rows have been fetched so far. Ends getting others with them."""
+        tensors, self._tensors = self._tensors, []
+        touched = [(key, column) for key, column in tensors if column.entries is None]
+        return {key for key, column in touched if any(handle.asked for handle in stored_of(column))}
 
     def give_back(self) -> None:
         """The call has ended: what the worker has kept is fetched, since its objects may go at any time now.
@@ -149,13 +150,21 @@ class Borrowed:
         Such rows stay in this node's shared memory for as long as they are kept. They are this process's own: where
         they are sent, they are put in the store again.
         """
-        self._near = []
-        for handle in (handle() for handle in self._all):
+        self._tensors = []
+        for column in (column() for column in self._columns):
+            if column is not None:
+                stored_of(column)  # touched, so that its handles are among those that follow
+        for handle in (handle() for handle in self._handles):
             if handle is not None:
                 if not handle.fetched:
                     with contextlib.suppress(DataError):  # told when it is read
                         handle.keep(handle.load())
-                handle._over = True
+                handle.portable = False
+
+
+def stored_of(column: Column) -> list[Stored]:
+    """The parts of a column that are in the store."""
+    return [handle for handle in column.handles if isinstance(handle, Stored)]
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
 from hybridflow.protocol.parcel import Parcel, Put, portable
-from hybridflow.protocol.remote import Column, Handle, common_names, refuse_difference
+from hybridflow.protocol.remote import Column, common_names, refuse_difference
 from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers, sliced
 from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
 
@@ -467,14 +467,9 @@ class DataProto:
         return Parcel(columns, serialize.pack(self.meta_info))
 
     @property
-    def handles(self) -> list[Handle]:
-        """Where the rows of all columns are."""
-        return [handle for column in self._columns.values() for handle in column.handles]
-
-    @property
-    def tensor_handles(self) -> list[Handle]:
-        """Where the rows of the tensor columns are."""
-        return [handle for key in self.batch for handle in self._columns[key].handles]
+    def columns(self) -> Mapping[str, Column]:
+        """All columns by name: what rows they have and where these are."""
+        return self._columns
 
     def refuse_written(self, where: str) -> None:
         """Raises DataError for a column that came from another process and has been written to in place."""

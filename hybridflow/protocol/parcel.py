@@ -1,8 +1,9 @@
 """How a batch travels between processes: columns as handles that both sides can use, in a table of plain tuples.
 
 Where it stands: ``controller/store.py`` makes a :class:`Parcel` of each batch among the arguments or results of a call.
-It unpickles as the batch. Invariant: rows that are in an object store stay there, and rows of this process are sent
-once, however often the batch repeats them.
+It unpickles as the batch, whose columns stay pickled until they are touched: a call reads few of those it is given.
+Invariant: rows that are in an object store stay there, and rows of this process are sent once, however often the batch
+repeats them.
 """
 
 from __future__ import annotations
@@ -92,44 +93,40 @@ class Parcel:
     def __init__(self, columns: dict[str, Column], meta_info: dict[str, Any]) -> None:
         self._columns, self._meta_info = columns, meta_info
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of rows that travel along."""
-        return sum(handle.size_sent for column in self._columns.values() for handle in column.handles)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_parcel, (*_table(self._columns), self._meta_info)
+        # A pickle of its own: the sender's pickler may look more closely at each class than these need.
+        return open_parcel, (pickle.dumps(_table(self._columns), protocol=5), self._meta_info)
 
 
 def _table(columns: dict[str, Column]) -> tuple[Any, ...]:
     """Columns as tuples, whose pickle is a fraction of the objects': row numbers, signatures, and what has which."""
-    rows: dict[int, tuple[int, Any]] = {}
+    places: dict[int, int] = {}  # of row numbers and of signatures, by identity: most columns share theirs
     kinds: dict[Signature, int] = {}
-    entries = []
+    rows, entries = [], []
     for key, column in columns.items():
-        index = column.rows.index
-        place = len(rows), (column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index)
-        number, _ = rows.setdefault(id(column.rows), place)
-        kind = kinds.setdefault(column.signature, len(kinds))
-        pieces = tuple((piece.size, *(handle.__reduce__() for handle in piece.handles)) for piece in column.pieces)
-        entries.append((key, kind, number, pieces))
-    shown = [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds]
-    return [entry for _, entry in rows.values()], shown, entries
+        if id(column.rows) not in places:
+            places[id(column.rows)] = len(rows)
+            index = column.rows.index
+            rows.append((column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index))
+        if id(column.signature) not in places:
+            places[id(column.signature)] = kinds.setdefault(column.signature, len(kinds))
+        pieces = tuple([piece.entry or _entry(piece) for piece in column.pieces])
+        entries.append((key, places[id(column.signature)], places[id(column.rows)], pieces))
+    return rows, [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds], entries
 
 
-def open_parcel(rows: list[Any], kinds: list[Any], entries: list[Any], meta_info: dict[str, Any]) -> Any:
+def _entry(piece: Piece) -> bytes:
+    return pickle.dumps((piece.size, *(handle.__reduce__() for handle in piece.handles)), protocol=5)
+
+
+def open_parcel(table: bytes, meta_info: dict[str, Any]) -> Any:
     """The DataProto of a parcel."""
     from hybridflow.protocol.data import DataProto
 
+    rows, kinds, entries = pickle.loads(table)
     numbers = [Rows(sizes, range(*index) if isinstance(index, tuple) else index) for sizes, index in rows]
     signatures = [Signature(*kind) for kind in kinds]
     columns = {
-        key: Column(signatures[kind], tuple(_piece(*piece) for piece in pieces), numbers[number])
-        for key, kind, number, pieces in entries
+        key: Column.untouched(signatures[kind], pieces, numbers[number]) for key, kind, number, pieces in entries
     }
     return DataProto._of(columns, meta_info)
-
-
-def _piece(size: int, *handles: tuple[type[Handle], tuple[Any, ...]]) -> Piece:
-    data, *lengths = (kind(*arguments) for kind, arguments in handles)
-    return Piece(data, lengths[0] if lengths else None, size)

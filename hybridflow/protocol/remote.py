@@ -13,7 +13,8 @@ process may be written to until they are sent, as long as nobody else derived a 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,11 @@ Part = torch.Tensor | np.ndarray
 class Handle:
     """Where a part is. Fetched at most once, and kept for as long as the handle lives."""
 
-    __slots__ = ("_part", "_version")
+    portable = True
+    """Whether another process can use it."""
 
-    def __init__(self) -> None:
-        self._part: Part | None = None
-        self._version = 0
+    _part: Part | None = None
+    _version = 0
 
     @property
     def key(self) -> Any:
@@ -51,16 +52,6 @@ class Handle:
     @classmethod
     def prefetch(cls, handles: Sequence[Handle]) -> None:
         """Fetch many at once, where that is quicker than one by one."""
-
-    @property
-    def size_sent(self) -> int:
-        """Bytes that travel with the handle."""
-        return 0
-
-    @property
-    def portable(self) -> bool:
-        """Whether another process can use it."""
-        return True
 
     @property
     def fetched(self) -> bool:
@@ -85,18 +76,14 @@ class Handle:
 class Local(Handle):
     """A part in this process's memory."""
 
-    __slots__ = ()
+    portable = False
 
     def __init__(self, part: Part) -> None:
-        self._part, self._version = part, 0
+        self._part = part
 
     @property
     def key(self) -> Any:
         return id(self._part)
-
-    @property
-    def portable(self) -> bool:
-        return False
 
     @property
     def was_written(self) -> bool:
@@ -114,15 +101,8 @@ class Inline(Handle):
         dtype, shape: of the tensor; of cells the name is empty.
     """
 
-    __slots__ = ("data", "dtype", "shape")
-
     def __init__(self, data: bytes, dtype: str = "", shape: tuple[int, ...] = ()) -> None:
-        super().__init__()
         self.data, self.dtype, self.shape = data, dtype, shape
-
-    @property
-    def size_sent(self) -> int:
-        return len(self.data)
 
     def load(self) -> Part:
         return restore_tensor(self.data, self.dtype, self.shape) if self.dtype else pickle.loads(self.data)
@@ -156,12 +136,19 @@ class Piece:
         data: dense rows, the values of jagged rows, or cells.
         lengths: int64 lengths of jagged rows: read alone by who only counts tokens. None for the other kinds.
         size: number of rows, above 0.
+        entry: the piece as it came from another process and can be sent on: a pickle of its size, and of what makes
+            each of its handles. None where it was made here.
     """
 
-    __slots__ = ("data", "lengths", "size")
+    __slots__ = ("data", "entry", "lengths", "size")
 
-    def __init__(self, data: Handle, lengths: Handle | None, size: int) -> None:
-        self.data, self.lengths, self.size = data, lengths, size
+    def __init__(self, data: Handle, lengths: Handle | None, size: int, entry: bytes | None = None) -> None:
+        self.data, self.lengths, self.size, self.entry = data, lengths, size, entry
+
+    @staticmethod
+    def of_entry(entry: bytes) -> Piece:
+        size, (kind, arguments), *lengths = pickle.loads(entry)
+        return Piece(kind(*arguments), lengths[0][0](*lengths[0][1]) if lengths else None, size, entry)
 
     @staticmethod
     def local(block: Block) -> Piece:
@@ -202,16 +189,34 @@ class Column:
     Attributes:
         signature: kind, dtype, shape of a row, device.
         pieces, rows: which rows these are.
+        entries: of a column that has come from another process and was not touched yet, its pieces as they came.
+        on_touch: called with the handles once they are made.
     """
 
-    __slots__ = ("_block", "_lengths", "_value", "_version", "pieces", "rows", "signature")
+    entries: tuple[bytes, ...] | None = None
+    on_touch: Callable[[list[Handle]], None] | None = None
+    _block: Block | None = None
+    _version = 0
+    _value: Part | None = None
+    _lengths: torch.Tensor | None = None
 
     def __init__(self, signature: Signature, pieces: tuple[Piece, ...], rows: Rows) -> None:
         self.signature, self.pieces, self.rows = signature, pieces, rows
-        self._block: Block | None = None
-        self._version = 0
-        self._value: Part | None = None
-        self._lengths: torch.Tensor | None = None
+
+    @staticmethod
+    def untouched(signature: Signature, entries: tuple[bytes, ...], rows: Rows) -> Column:
+        """A column as it came from another process."""
+        column = object.__new__(Column)
+        column.signature, column.entries, column.rows = signature, entries, rows
+        return column
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        assert self.entries is not None
+        pieces, self.entries = tuple([Piece.of_entry(entry) for entry in self.entries]), None
+        if self.on_touch is not None:
+            self.on_touch([handle for piece in pieces for handle in piece.handles])
+        return pieces
 
     @staticmethod
     def of(block: Block, rows: Rows | None = None) -> Column:
@@ -313,6 +318,8 @@ class Column:
     @property
     def was_written(self) -> bool:
         """Whether rows that another process made have been written to in place in this one."""
+        if self.entries is not None:
+            return False
         if self._block is not None and not self.is_local and version_of(self._block) != self._version:
             return True
         for piece in self.pieces:  # asked often, and most often nothing has been fetched
@@ -325,7 +332,9 @@ class Column:
 
     def at(self, rows: Rows, kept: Sequence[int]) -> Column:
         """Other rows of the same pieces; ``kept`` are the pieces that are left."""
-        pieces = self.pieces if len(kept) == len(self.pieces) else tuple(self.pieces[piece] for piece in kept)
+        pieces = self.pieces
+        if len(kept) != len(pieces):
+            pieces = pieces[kept[0] : kept[-1] + 1] if isinstance(kept, range) else tuple([pieces[n] for n in kept])
         return Column(self.signature, pieces, rows)
 
     def same(self, other: Column) -> bool:

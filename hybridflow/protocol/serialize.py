@@ -17,6 +17,7 @@ import hashlib
 import os
 import pickle
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -31,6 +32,11 @@ from hybridflow.protocol.jagged import Jagged, is_jagged
 MAGIC = b"HFDATA01"
 ALIGNMENT = 64
 _NUMBER = 8
+
+with warnings.catch_warnings():
+    # torch says once in a process that memory it is given is read-only, as rows read in place are: it has said so now.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 CONSTANTS = frozenset({str, int, float, bool, bytes, type(None)})
 """Types whose values hold no others and never change."""
@@ -76,9 +82,9 @@ def raw_bytes(tensor: torch.Tensor) -> tuple[Any, str, tuple[int, ...]]:
 
 def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor whose elements are in a buffer, without a copy."""
-    raw = np.frombuffer(buffer, dtype=np.uint8)
-    # torch.from_numpy and torch.frombuffer warn about read-only memory; DLPack takes it as it is.
-    return torch.from_dlpack(raw).view(getattr(torch, dtype)).reshape(shape)
+    if 0 in shape:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(buffer, dtype=getattr(torch, dtype)).view(shape)
 
 
 def pack(value: Any, wrap: Callable[[Any], Any] = lambda value: value) -> Any:

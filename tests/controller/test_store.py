@@ -15,8 +15,9 @@ import ray
 import torch
 
 from hybridflow.controller.group import WorkerGroup
+from hybridflow.controller.message import message, opened, packed
 from hybridflow.controller.pool import ResourcePool
-from hybridflow.controller.store import Stored, address_of, reference
+from hybridflow.controller.store import Borrowed, Stored, address_of, reference
 from hybridflow.errors import DataError, WorkerError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.remote import Inline
@@ -217,6 +218,26 @@ def test_a_batch_that_nobody_keeps_is_not_fetched_when_its_call_ends(maker: Work
     maker.pass_on(made)
     read = maker.read_columns(made, ["wide"])
     assert read["unpickled"].tolist() == [0, 0, 0, 0] and maker.read_columns(made, ["wide"])["unpickled"].sum() == 0
+
+
+def test_a_call_remembers_what_it_read_by_the_names_of_its_batch_and_fetches_what_is_kept(maker: WorkerGroup):
+    made = maker.make_cells(numbers(4)).rename("wide", "first")
+
+    def arrived() -> DataProto:
+        return opened(message(packed(made, "the arguments of a call")))
+
+    batch = arrived()
+    borrowed = Borrowed([batch], {"wider"})
+    assert batch["first"][:, 0].tolist() == [0, 1, 2, 3] and borrowed.read() == {"first"}
+    fetched = {key for key, column in batch.columns.items() if any(handle.fetched for handle in column.handles)}
+    assert fetched == {"first", "wider"}, "what was read, and what the call before had read, in one request"
+    batch, kept = None, arrived().select(["wider"], [])
+    borrowed = Borrowed([kept])
+    (column,) = kept.columns.values()
+    assert column.entries is not None
+    borrowed.give_back()
+    assert all(handle.fetched and not handle.portable for handle in handles(kept, "wider"))
+    assert kept["wider"][:, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: ResourcePool):

@@ -65,6 +65,23 @@ def test_a_column_is_fetched_once_when_it_is_read_and_only_the_pieces_it_has_row
     assert data["cell"].tolist() == [[i] for i in range(12)] and len(LOADED) == 6
 
 
+def test_a_column_that_has_come_stays_pickled_until_it_is_touched_and_goes_on_as_it_came():
+    data = sent(wide(12))
+    touched: list[str] = []
+    for key, column in data.columns.items():
+        column.on_touch = lambda handles, key=key: touched.extend([key] * len(handles))
+    assert len(data) == 12 and data.keys() == ["dense", "jagged", "cell"] and data.signature("dense").shape == (2,)
+    assert len(data.select(["dense"], []).rename("dense", "d")) == 12 and touched == []
+    data.refuse_written("test")
+    assert touched == [], "who has touched none of its rows has written to none"
+    entries = data.columns["jagged"].entries
+    assert data["jagged"].unbind()[3].tolist() == [0, 1, 2] and data[1:3]["jagged"].unbind()[1].tolist() == [0, 1]
+    assert touched == ["jagged", "jagged", "dense", "cell"], "each once; rows of a batch are rows of all its columns"
+    again = sent(data)
+    assert again.columns["jagged"].entries == entries is not None
+    assert same(again["jagged"], wide(12)["jagged"]) and same(again["cell"], wide(12)["cell"])
+
+
 def test_lengths_of_a_jagged_column_are_fetched_without_its_values():
     data = in_pieces(wide(12), [4])
     before = [handle.number for handle in handles(data, "jagged")]
