@@ -26,7 +26,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-PASSES = 16
+PASSES = 32
 """Most tokens of a sequence in one step of the engine."""
 
 
