@@ -403,6 +403,8 @@ class RolloutEngine:
             self._engine.abort_request([*self._running])
             for requests in (self._running, self._begun, self._done):
                 requests.clear()
+            # vLLM knows a block by its tokens from when it is scheduled, so also one that the step did not compute.
+            self._engine.reset_prefix_cache()
             raise
 
 

@@ -265,6 +265,18 @@ def test_an_error_in_a_step_leaves_a_clean_engine(engine, prompts, monkeypatch):
     assert max(distance(a.log_probs, e.log_probs) for a, e in zip(again, expected, strict=True)) < 1e-5
 
 
+def test_what_an_interrupted_step_did_not_compute_is_computed_by_the_next(
+    engine, folders, monkeypatch, reference_log_probs
+):
+    # Longer than a block of the cache, and asked for nowhere else: nothing of them is in the cache before.
+    fresh = [[150 - i, *range(6 + i, 86 + i)] for i in range(4)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._model, "forward", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+        ask(engine, fresh)
+    for prompt, got in zip(fresh, ask(engine, fresh), strict=True):
+        assert distance(got.log_probs, reference_log_probs(folders["tied"], prompt, got.token_ids)) < 1e-5
+
+
 def test_weights_that_are_not_finite_are_an_error(build, folders, prompts):
     broken = build(folders["other"])
     with torch.no_grad():
