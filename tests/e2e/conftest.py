@@ -185,7 +185,7 @@ def dpo_driver(start: Callable[..., Driver], overrides: list[str], folder: Path)
 @pytest.fixture(scope="session")
 def remax(start: Callable[..., Driver], overrides: list[str], dpo_driver: Driver) -> Finished:
     """From random weights, with a reward that such a model learns."""
-    reward = [f"reward.function={REWARD}:even", "data.prompts_per_step=16"]
+    reward = [f"reward.function={REWARD}:even", "data.prompts_per_step=64"]
     return to_its_end(start(REMAX, overrides, *LEARNING, *reward, "name=remax", "steps=12"))
 
 
