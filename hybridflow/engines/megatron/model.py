@@ -218,7 +218,7 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not current().is_cuda,
         gradient_accumulation_fusion=False,
-        # On a GPU it is compiled anew for every shape, and micro-batches have many.
+        # On a GPU torch.compile would fuse it: not tried with micro-batches of many shapes.
         bias_activation_fusion=not current().is_cuda,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
