@@ -3,8 +3,8 @@
 megatron-core's parallelism, layers and optimizers are plain PyTorch, but a few modules name ``torch.cuda`` or
 ``device="cuda"`` outright. :func:`install` gives every loaded ``megatron.core`` module a thin stand-in for the *name*
 ``torch`` that answers those few calls for the CPU; torch itself is not changed, apart from ``Tensor.cuda``, which would
-only raise. What it decorates with torch.compile runs as written, and its SwiGLU is one that needs no compiler to be quick.
-On a CUDA machine nothing is adapted.
+only raise. What it decorates with torch.compile runs as written, and its SwiGLU is one that needs no compiler to be
+quick. On a CUDA machine nothing is adapted.
 
 Invariant: importing this module before any other ``megatron`` import, and calling :func:`install` after modules were
 imported, is all a caller needs.
