@@ -41,6 +41,7 @@ setup(
         "megatron-core",
         "numpy",
         "omegaconf",
+        "orjson",
         "psutil",
         "pyarrow",
         "ray[default]",

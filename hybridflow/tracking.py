@@ -15,7 +15,6 @@ has no NaN: a value that is not finite is ``null`` in its row, and the row's ``n
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -25,6 +24,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import orjson
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -390,13 +391,17 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """
     names = ("prompts", "responses", "rollout_log_probs", "log_probs", "advantages", "loss_mask", "response_mask")
     names = (*names, "token_versions")
-    lists = {key: _ragged(batch, key) for key in names if key in batch}
-    texts = {key: tokenizer.batch_decode(lists[key]) for key in ("prompts", "responses") if key in lists}
+    ragged = {key: _ragged(batch, key) for key in names if key in batch}
+    texts = {
+        key: tokenizer.batch_decode([row.tolist() for row in ragged[key]])
+        for key in ("prompts", "responses")
+        if key in ragged
+    }
     if "response_text" in batch:
         texts["responses"] = list(batch["response_text"])
-    advantages = lists.get("advantages")
-    masks = lists.get("loss_mask", lists.get("response_mask"))
-    versions = lists.get("token_versions")
+    advantages = ragged.get("advantages")
+    masks = ragged.get("loss_mask", ragged.get("response_mask"))
+    versions = ragged.get("token_versions")
     columns: dict[str, Any] = {
         "uid": _column(batch, "uid"),
         "group": _column(batch, "group_ids"),
@@ -410,49 +415,39 @@ def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:
         "reward_components": _column(batch, "reward_components"),
         "verdict": _column(batch, "verdict"),
         "version": _column(batch, "weight_version"),
-        "prompt_ids": lists.get("prompts"),
-        "response_ids": lists.get("responses"),
-        "log_probs": lists.get("rollout_log_probs"),
-        "trainer_log_probs": lists.get("log_probs"),
-        "advantages": advantages and [row[0] if len(set(row)) == 1 else row for row in advantages],
+        "prompt_ids": ragged.get("prompts"),
+        "response_ids": ragged.get("responses"),
+        "log_probs": ragged.get("rollout_log_probs"),
+        "trainer_log_probs": ragged.get("log_probs"),
+        "advantages": advantages and [row[0] if _all_same(row) else row for row in advantages],
     }
     present = {key: values for key, values in columns.items() if values is not None}
     for i in range(len(batch)):
         row = {key: value[i] for key, value in present.items()}
-        if masks is not None and not all(masks[i]):
-            row["mask"] = [int(kept) for kept in masks[i]]
-        if versions is not None and len(set(versions[i])) > 1:
+        if masks is not None and not masks[i].all():
+            row["mask"] = masks[i].astype(np.int8)
+        if versions is not None and len(versions[i]) and not _all_same(versions[i]):
             row["versions"] = versions[i]
         yield row
 
 
-def _ragged(batch: DataProto, key: str) -> list[list[Any]]:
-    values = iter(_numbers(batch.flat(key)))
-    return [list(itertools.islice(values, length)) for length in batch.lengths(key).tolist()]
+def _ragged(batch: DataProto, key: str) -> list[np.ndarray]:
+    return np.split(_array(batch.flat(key)), batch.lengths(key).cumsum(0)[:-1].numpy())
 
 
-def _column(batch: DataProto, key: str) -> list[Any] | None:
-    import torch
-
+def _column(batch: DataProto, key: str) -> np.ndarray | None:
     if key not in batch:
         return None
     column = batch[key]
-    if isinstance(column, torch.Tensor):
-        return _numbers(column)
-    return [None if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in column]
+    return column if isinstance(column, np.ndarray) else _array(column)
 
 
-def _numbers(values: torch.Tensor) -> list[Any]:
-    """A tensor as JSON has it: a float32 in as few digits as give the same float32 back, None where it is not
-    finite."""
-    if not values.is_floating_point():
-        return values.tolist()
-    import numpy as np
+def _array(values: torch.Tensor) -> np.ndarray:
+    return (values.float() if values.is_floating_point() else values).numpy()
 
-    numbers = values.float().numpy()
-    short = numbers.astype(str).astype(float).astype(object)
-    short[~np.isfinite(numbers)] = None
-    return short.tolist()
+
+def _all_same(row: np.ndarray) -> bool:
+    return len(row) > 0 and bool((row == row[0]).all())
 
 
 def _number(name: str, value: float | torch.Tensor) -> float:
@@ -471,9 +466,19 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _line(row: Mapping[str, Any], end: bytes) -> bytes:
-    # Half of a surrogate pair, as a reward function's message may hold, is no UTF-8, but JSON has an escape for it.
-    text = json.dumps(row, allow_nan=False, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "backslashreplace") + end
+    """A float32 in as few digits as give the same float32 back, what is not finite as null."""
+    try:
+        return orjson.dumps(row, _plain, orjson.OPT_SERIALIZE_NUMPY) + end
+    except TypeError:  # half of a surrogate pair, as a reward's message may hold; an integer of more than 64 bits
+        finite = json.loads(json.dumps(row, default=_plain), parse_constant=lambda _: None)
+        return json.dumps(finite).encode() + end
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for: numpy's, and anything else as text."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return orjson.loads(orjson.dumps(np.ascontiguousarray(value), option=orjson.OPT_SERIALIZE_NUMPY))
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 def _duration(seconds: float) -> str:

@@ -84,6 +84,16 @@ def batch() -> DataProto:
     )
 
 
+def written(data: DataProto, tmp_path: Path) -> list[dict]:
+    """What a run's file has of a batch's rows."""
+    run = Run(tmp_path)
+    with run.tracker() as tracker:
+        tracker.log_rollouts(1, data)
+    rows = run.rows("rollouts.jsonl")
+    assert [(row.pop("step"), row.pop("tag")) for row in rows] == [(1, "train")] * len(data)
+    return rows
+
+
 def test_a_step_is_one_row_written_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.tracker() as tracker:
@@ -172,7 +182,7 @@ def test_a_torn_last_line_is_dropped_on_resume(tmp_path: Path) -> None:
     lines = JsonLines(path, resumed_step=3)
     lines.write_step(4, {"a": 1})
     lines.close()
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 4, "a": 1}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step":4,"a":1}\n'
 
 
 def test_a_new_run_replaces_what_an_earlier_one_left_and_says_so(tmp_path: Path, caplog) -> None:
@@ -234,23 +244,36 @@ def test_columns_that_a_batch_lacks_are_left_out() -> None:
     assert rows[0]["response"] == "2<|end|>"
 
 
-def test_log_probs_in_samples_are_exact_in_float32() -> None:
+def test_log_probs_in_samples_are_exact_in_float32(tmp_path: Path) -> None:
     value = torch.tensor([-1 / 3])
-    data = DataProto.from_dict(tensors={"rollout_log_probs": DataProto.jagged([value])})
-    row = next(rollout_rows(data, byte_tokenizer()))
+    row = written(DataProto.from_dict(tensors={"rollout_log_probs": DataProto.jagged([value])}), tmp_path)[0]
     assert row["log_probs"] == [-0.33333334]
     assert torch.equal(torch.tensor(row["log_probs"]), value)
 
 
-def test_advantages_and_masks_are_written_as_short_as_they_are() -> None:
+def test_advantages_and_masks_are_written_as_short_as_they_are(tmp_path: Path) -> None:
     rows = {
-        "advantages": DataProto.jagged([torch.tensor([0.5, 0.5]), torch.tensor([0.5, -1.0])]),
-        "loss_mask": DataProto.jagged([torch.tensor([True, True]), torch.tensor([False, True])]),
-        "log_probs": DataProto.jagged([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -0.5])]),
+        "advantages": DataProto.jagged([torch.tensor([0.5, 0.5]), torch.tensor([0.5, -1.0]), torch.tensor([])]),
+        "loss_mask": DataProto.jagged([torch.tensor([True, True]), torch.tensor([False, True]), torch.ones(0).bool()]),
+        "log_probs": DataProto.jagged([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -0.5]), torch.tensor([])]),
     }
-    assert list(rollout_rows(DataProto.from_dict(tensors=rows), byte_tokenizer())) == [
+    assert written(DataProto.from_dict(tensors=rows), tmp_path) == [
         {"advantages": 0.5, "trainer_log_probs": [-1.0, -2.0]},
         {"advantages": [0.5, -1.0], "trainer_log_probs": [-3.0, -0.5], "mask": [0, 1]},
+        {"advantages": [], "trainer_log_probs": []},
+    ]
+
+
+def test_numbers_in_samples_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    data = batch().select(["rollout_log_probs"], ["ground_truth", "reward_error"])
+    data.non_tensor_batch["ground_truth"] = [{"sum": math.inf}, math.nan]
+    data.batch["rollout_log_probs"] = DataProto.jagged([torch.tensor([-0.1, math.nan]), torch.tensor([-math.inf])])
+    rows = written(data, tmp_path)
+    assert [row["log_probs"] for row in rows] == [[-0.1, None], [None]]
+    assert [row["ground_truth"] for row in rows] == [{"sum": None}, None]
+    data.non_tensor_batch["reward_error"] = ["\ud83d", 2**64]  # which is not written by the quick way
+    assert written(data, tmp_path) == [
+        {**row, "reward_error": error} for row, error in zip(rows, ["\ud83d", 2**64], strict=True)
     ]
 
 
@@ -267,10 +290,10 @@ def test_samples_are_kept_by_schedule(every: int, steps: list[int], tmp_path: Pa
 def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) -> None:
     run = Run(tmp_path, "steps=2")
     unreadable = batch()
-    unreadable.non_tensor_batch["ground_truth"][0] = {"sum": math.inf}  # JSON has no infinity
+    unreadable.non_tensor_batch["ground_truth"][0] = {(1, 2): 3}  # JSON has no such keys
     tracker = run.tracker()
     tracker.log(1, {"reward/mean": 1}, unreadable)
-    with pytest.raises(ValueError, match="JSON compliant"):
+    with pytest.raises(TypeError, match="keys must be str"):
         tracker.log(2, {}, batch()) if where == "the next step" else tracker.finish()
     tracker.close()
     assert [row["step"] for row in run.rows()] == ([1, 2] if where == "the next step" else [1])
@@ -278,14 +301,17 @@ def test_samples_that_cannot_be_written_end_the_run(where: str, tmp_path: Path) 
 
 def test_samples_that_cannot_be_written_do_not_hide_the_error_that_ends_the_run(tmp_path: Path) -> None:
     unreadable = batch()
-    unreadable.non_tensor_batch["ground_truth"][0] = {"sum": math.inf}
+    unreadable.non_tensor_batch["ground_truth"][0] = {(1, 2): 3}
     run = Run(tmp_path)
     with pytest.raises(RuntimeError, match="a process is gone"), contextlib.ExitStack() as stack:
         tracker = stack.enter_context(run.tracker())
         stack.push(tracker.settle)
         tracker.log(1, {"reward/mean": 1}, unreadable)
         raise RuntimeError("a process is gone")
-    assert "warning: the samples or the timeline of the last step are not whole: Out of range" in run.printed.getvalue()
+    assert (
+        "warning: the samples or the timeline of the last step are not whole: keys must be str"
+        in run.printed.getvalue()
+    )
     assert [row["step"] for row in run.rows()] == [1]
 
 
