@@ -6,9 +6,8 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
   behind, and what oneDNN has arranged for itself in its place, and new weights would never be seen. Here that is a
   second copy, made when a layer is first used and dropped when its weights change (:func:`forget_packed`);
 - the weights of experts are not packed at all (:func:`install`);
-- nothing is compiled (:func:`install`): one small function of the sampler would cost 30 s of C++ compilation;
-- RMSNorm uses the kernel that the CPU build has but selects on GPUs only (:func:`engine_options`): of a step of a small
-  model most of the time is operators that start, not numbers that are multiplied;
+- RMSNorm and attention are called directly (:func:`install`): of a step of a small model most of the time is operators
+  that start, not numbers that are multiplied;
 - the process's memory policy and ``torch.set_num_threads`` are left alone (:func:`constructing`).
 """
 
@@ -94,56 +93,27 @@ def _plain_experts(
             output.index_add_(0, tokens, (answer * topk_weights[tokens, slots, None]).to(output.dtype))
 
 
-def _ranks(log_probs: torch.Tensor, of_token: torch.Tensor) -> torch.Tensor:
-    """Rank of a token in its row, [rows, vocabulary] and [rows, 1] -> [rows]; 1 is the most likely."""
-    return (log_probs >= of_token).sum(-1)
-
-
 BLOCK_TOKENS = 32
 """Tokens of a block of the KV cache: as few as the CPU's attention takes, so that short prompts are shared too."""
 
-_NORMS = "hybridflow_cpu"
 
+def _rms_norm(
+    self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Stands for ``RMSNorm.forward``: the kernel that the CPU build has but uses on GPUs only.
 
-def _register_norms() -> None:
-    """Offer vLLM's C++ RMSNorm to its own operator registry; other shapes fall back to plain torch."""
-    from vllm import ir
-
-    if _NORMS in ir.ops.rms_norm.impls:
-        return
-    kernels = torch.ops._C
-
-    def plain(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-        return variance_size is None and weight is not None and weight.dtype == x.dtype
-
-    def plain_add(
-        x: torch.Tensor,
-        x_residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> bool:
-        return plain(x, weight, epsilon, variance_size) and x.is_contiguous() and x_residual.is_contiguous()
-
-    @ir.ops.rms_norm.register_impl(_NORMS, supports_args=plain)
-    def rms_norm(
-        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> torch.Tensor:
-        x = x.contiguous()  # the kernel ignores strides, and q and k are views of one tensor
+    The norm of ``x`` [..., h]; with ``residual`` that of their sum, and the sum, both in the place of the arguments.
+    """
+    if self.variance_size_override is not None or not self.pass_weight or self.weight.dtype != x.dtype:
+        return self.forward_native(x, residual)
+    kernels, x = torch.ops._C, x.contiguous()  # the kernels ignore strides, and q and k are views of one tensor
+    if residual is None:
         out = torch.empty_like(x)
-        kernels.rms_norm(out, x, weight, epsilon)
+        kernels.rms_norm(out, x, self.weight.data, self.variance_epsilon)
         return out
-
-    @ir.ops.fused_add_rms_norm.register_impl(_NORMS, supports_args=plain_add, inplace=True)
-    def fused_add_rms_norm(
-        x: torch.Tensor,
-        x_residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kernels.fused_add_rms_norm(x, x_residual, weight, epsilon)
-        return x, x_residual
+    residual = residual.contiguous()
+    kernels.fused_add_rms_norm(x, residual, self.weight.data, self.variance_epsilon)
+    return x, residual
 
 
 @contextlib.contextmanager
@@ -168,11 +138,13 @@ def install() -> None:
     environment.prepare()
     with _quiet():
         import vllm.model_executor.layers.utils as layers
-        import vllm.v1.sample.sampler as sampler
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe as experts
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.platforms import current_platform
     layers.dispatch_cpu_unquantized_gemm = _choose_linear
-    sampler.batched_count_greater_than = _ranks
-    _register_norms()
+    cast(Any, RMSNorm).forward_cpu = _rms_norm
+    # Attention is called as it is, not as an operator of torch's: that is for compilers.
+    cast(Any, type(current_platform)).opaque_attention_op = classmethod(lambda cls: False)
     kind: Any = experts.CPUUnquantizedExperts
     kind.process_weights_after_loading = lambda self, layer: None
     kind.apply = _plain_experts
@@ -189,7 +161,6 @@ def engine_options() -> dict[str, Any]:
         # vLLM 0.32 raises where the prefill of a seeded request is cut in pieces ("CPU Generator does not use offset").
         "enable_chunked_prefill": False,
         "block_size": BLOCK_TOKENS,
-        "ir_op_priority": {"rms_norm": [_NORMS], "fused_add_rms_norm": [_NORMS]},
     }
 
 

@@ -24,6 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 PASSES = 32
@@ -42,12 +43,10 @@ class MultiStep:
         self._scheduler: Any = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
         self._runner: Any = engine.model_executor.driver_worker.worker.model_runner  # type: ignore[union-attr]
         self._stop = torch.tensor(stop_token_ids, dtype=torch.int32)
-        self._seeds = torch.empty(0)
         self._take_up = self._scheduler.update_from_output
         self._scheduler.num_lookahead_tokens = PASSES - 1
         self._scheduler.update_from_output = self._update_from_output
         self._runner._sample = self._sample
-        self._runner.sampler.topk_topp_sampler.forward = self._draw
 
     def _update_from_output(self, scheduled: Any, output: Any) -> Any:
         """The scheduler has counted one token of each sequence; the keys and values of the others are there too."""
@@ -59,37 +58,51 @@ class MultiStep:
         """Draw from ``logits`` [sequences, vocabulary], and go on for some passes: token ids [sequences, passes]."""
         batch = self._runner.input_batch
         requests = [self._runner.requests[name] for name in batch.req_ids]
-        drawn = np.array([len(request.output_token_ids) for request in requests])
+        before = np.array([len(request.output_token_ids) for request in requests])
         wanted = np.array([request.sampling_params.max_tokens for request in requests])
         free = self._runner.max_model_len - batch.num_tokens_no_spec[: len(requests)]
-        passes = min(PASSES, int((wanted - drawn).min()), int(free.min()))
-        seeds = token_seeds([request.sampling_params.seed for request in requests], drawn, passes)
+        passes = min(PASSES, int((wanted - before).min()), int(free.min()))
+        seeds = token_seeds([request.sampling_params.seed for request in requests], before, passes)
         forward = _Forward(self._runner, len(requests), passes - 1)
         ended = torch.zeros(len(requests), dtype=torch.bool)
-        outputs: list[SamplerOutput] = []
+        drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(passes):
-            self._seeds = seeds[number]
-            outputs.append(self._runner.sampler(logits=logits, sampling_metadata=batch.sampling_metadata))
-            tokens = outputs[-1].sampled_token_ids[:, 0]
+            tokens, log_probs = draw(logits, batch.sampling_metadata, seeds[number])
+            drawn.append((tokens, log_probs))
             ended |= (tokens[:, None] == self._stop).any(1)
             if number + 1 == passes or self._is_over(int(ended.sum()), len(requests)):
                 break
             logits = forward(number, tokens)
-        ids = torch.cat([output.sampled_token_ids for output in outputs], 1)
-        found: list[Any] = [output.logprobs_tensors for output in outputs]
-        columns: Any = (torch.stack([each[field] for each in found], 1).flatten(0, 1) for field in range(3))
-        return SamplerOutput(ids, LogprobsTensors(*columns))
+        ids, log_probs = (torch.stack(column, 1) for column in zip(*drawn, strict=True))
+        ranks = torch.zeros(ids.numel(), dtype=torch.int32)  # which nobody reads
+        return SamplerOutput(ids, LogprobsTensors(ids.view(-1, 1), log_probs.view(-1, 1), ranks))
 
     def _is_over(self, ended: int, sequences: int) -> bool:
         _, waiting = self._scheduler.get_request_counts()
         return 2 * ended >= sequences or (ended > 0 and waiting > 0)
 
-    def _draw(
-        self, logits: torch.Tensor, generators: Any, k: torch.Tensor | None, p: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [sequences], and log-probabilities [sequences, vocabulary] of what they were drawn from."""
-        logits = apply_top_k_top_p(logits, k, p)
-        return torch.ops._C.fused_gumbel_argmax(logits, self._seeds), logits.log_softmax(-1)
+
+def draw(logits: torch.Tensor, sampling: SamplingMetadata, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each sequence, int32 [sequences], and its log-probability in what it was drawn from, float32.
+
+    Args:
+        logits: [sequences, vocabulary].
+        sampling: temperatures, top-k and top-p of the sequences. At temperature 0 the likeliest token is taken, and its
+            log-probability is that at temperature 1.
+        seeds: of the draws, int64 [sequences].
+    """
+    logits, temperature = logits.float(), sampling.temperature
+    if temperature is None:
+        tokens = logits.argmax(-1)
+    else:
+        greedy = temperature == 0
+        logits = logits / temperature.masked_fill(greedy, 1.0)[:, None]
+        logits = apply_top_k_top_p(logits, sampling.top_k, sampling.top_p)
+        tokens = torch.ops._C.fused_gumbel_argmax(logits, seeds)
+        if not sampling.all_random:
+            tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens.long()[:, None])[:, 0]
+    return tokens.int(), log_probs
 
 
 class _Forward:
