@@ -4,7 +4,7 @@ megatron-core's parallelism, layers and optimizers are plain PyTorch, but a few 
 ``device="cuda"`` outright. :func:`install` gives every loaded ``megatron.core`` module a thin stand-in for the *name*
 ``torch`` that answers those few calls for the CPU; torch itself is not changed, apart from ``Tensor.cuda``, which would
 only raise. What it decorates with torch.compile runs as written, and its SwiGLU is one that needs no compiler to be
-quick. On a CUDA machine nothing is adapted.
+quick, as is :func:`rms_norm`. On a CUDA machine nothing is adapted.
 
 Invariant: importing this module before any other ``megatron`` import, and calling :func:`install` after modules were
 imported, is all a caller needs.
@@ -18,7 +18,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -156,6 +156,35 @@ def _swiglu_back(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     torch.mul(g, torch.nn.functional.silu(gate), out=of_up)
     torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=of_gate)
     return found
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = wide * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return (normed * weight).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        normed, scale, weight = ctx.saved_tensors
+        wide = weight.to(normed.dtype)
+        along = (g * normed).flatten(0, -2)
+        shrink = (along @ wide).view(scale.shape).div_(-len(weight))
+        of_x = torch.addcmul(g * wide, normed, shrink).mul_(scale)
+        return of_x.to(g.dtype), along.sum(dim=0).to(weight.dtype), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension of ``x`` [..., h]; on a CPU its gradient takes half of the time of torch's, which
+    is a dozen operators there."""
+    if platform.current().is_cuda:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return cast(torch.Tensor, _RMSNorm.apply(x, weight, eps))
 
 
 @functools.cache

@@ -44,3 +44,20 @@ def test_the_gated_activation_of_weighted_tokens_is_that_of_plain_torch():
     answer.backward(g), oracle.backward(g)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("rows", [(7, 2, 3), (0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rms_norm_and_its_gradient_are_those_of_plain_torch(dtype, rows):
+    from hybridflow.engines.megatron import cpu
+
+    torch.manual_seed(2)
+    x, weight, g = (torch.randn(*shape, dtype=dtype) for shape in ((*rows, 16), (16,), (*rows, 16)))
+    found, expected = ((x.clone().requires_grad_(), weight.clone().requires_grad_()) for _ in range(2))
+    answer = cpu.rms_norm(*found, 1e-3)
+    oracle = torch.nn.functional.rms_norm(expected[0], (16,), expected[1], 1e-3)
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(answer, oracle, **close)
+    answer.backward(g), oracle.backward(g)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **close)
