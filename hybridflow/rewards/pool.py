@@ -13,6 +13,7 @@ import contextlib
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -73,10 +74,12 @@ class ScorePool:
 
     def score(self, rows: Sequence[Row]) -> list[list[Outcome]]:
         """Score rows; blocks until each has a result: an outcome of each component, up to the first that failed."""
-        tasks = [_Task(row) for row in rows]
+        left = _Countdown(len(rows))
+        tasks = [_Task(row, left) for row in rows]
         for task in tasks:
             self._tasks.put(task)
-        return [task.result() for task in tasks]
+        left.wait()
+        return [task.outcomes for task in tasks]
 
     def close(self) -> None:
         """End the processes. Rows still waiting are scored first."""
@@ -93,22 +96,35 @@ class ScorePool:
         self.close()
 
 
+class _Countdown:
+    """Of things to be done: who waits for the last is woken once."""
+
+    def __init__(self, number: int) -> None:
+        self._left, self._lock, self._over = number, threading.Lock(), threading.Event()
+        if not number:
+            self._over.set()
+
+    def one_is_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._over.set()
+
+    def wait(self) -> None:
+        self._over.wait()
+
+
 class _Task:
-    def __init__(self, row: Row) -> None:
-        self.row = row
-        self._done = threading.Event()
-        self._outcomes: list[Outcome] = []
+    def __init__(self, row: Row, left: _Countdown) -> None:
+        self.row, self._left = row, left
+        self.outcomes: list[Outcome] = []
 
     def finish(self, outcomes: list[Outcome]) -> None:
-        self._outcomes = outcomes
-        self._done.set()
+        self.outcomes = outcomes
+        self._left.one_is_done()
 
     def fail(self, reason: str) -> None:
         self.finish([failure(reason)])
-
-    def result(self) -> list[Outcome]:
-        self._done.wait()
-        return self._outcomes
 
 
 class _Lane(threading.Thread):
@@ -212,7 +228,7 @@ class _Lane(threading.Thread):
         count = len(self._out)
         try:
             while self._out:
-                if not self._pipe.poll(self._patience()):
+                if not self._replies.poll(self._patience() * 1e3):
                     number, at = self._mark.read()
                     if time.monotonic() - max(at, self._sent) > self._timeout:
                         self._end()
@@ -280,6 +296,8 @@ class _Lane(threading.Thread):
                 start_new_session=True,
             )
         self._pipe = Connection(ours.detach())
+        self._replies = select.poll()  # that of the pipe makes a new selector for each reply
+        self._replies.register(self._pipe.fileno(), select.POLLIN)
         self._pipe.send((self._components, self._timeout))
         if not self._pipe.poll(START_TIMEOUT):
             self._end()
