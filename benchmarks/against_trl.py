@@ -125,7 +125,7 @@ def run_ours(args: argparse.Namespace, assets: Path, devices: int) -> list[float
         f"actor.micro_batch_size={args.prompts * args.samples}", "actor.optimizer.lr=1e-6",
         "actor.loss.old_log_probs=own",  # as TRL does where a batch is used once
         "evaluate.at_start=false", "evaluate.every=0", "checkpoint.every=0", f"steps={args.steps + WARM_UP}",
-        "rollout.kv_cache_gb=0.2", "rollout.max_prompt_tokens=64",
+        "rollout.kv_cache_gb=0.05", "rollout.max_prompt_tokens=64",
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (ROOT / "ours" / "metrics.jsonl").read_text().splitlines()]
