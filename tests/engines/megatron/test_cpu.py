@@ -61,3 +61,15 @@ def test_rms_norm_and_its_gradient_are_those_of_plain_torch(dtype, rows):
     answer.backward(g), oracle.backward(g)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, **close)
+
+
+@pytest.mark.parametrize("cached", [1, 25, 200_000])
+def test_the_gradient_of_the_gated_activation_is_the_same_in_parts_and_of_any_memory_layout(cached, monkeypatch):
+    from hybridflow.engines.megatron import cpu
+
+    monkeypatch.setattr(cpu, "_CACHED", cached)
+    torch.manual_seed(3)
+    y = torch.randn(3, 7, 10, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    g = torch.randn(3, 7, 5, dtype=torch.float64).transpose(0, 1)
+    (torch.nn.functional.silu(y[..., :5]) * y[..., 5:]).backward(g)
+    torch.testing.assert_close(cpu._swiglu_back(g, y.detach()), y.grad)
