@@ -2,9 +2,9 @@
 
 Where it stands: ``group.py`` makes an :class:`Invocation` of each call and runs its two halves, distribute and collect.
 Where an argument is the value of a call that still runs, the driver does not wait for it: the message names that call
-too (:class:`Later`), and Ray delivers it once that call's ranks have answered. Each rank that gets it collects the
-argument, distributes its own call and takes its share. The invariant: both halves are pure, so every rank comes to the
-shares that the driver would have sent.
+too (:class:`Later`), and is sent with the answers of that call's ranks once they are there. Each rank that gets it
+collects the argument, distributes its own call and takes its share. The invariant: both halves are pure, so every rank
+comes to the shares that the driver would have sent.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Request(NamedTuple):
         role, method, step: name the method.
         wanted: whether its output is; else it stays in the process.
         failures: how many failed calls of the pool the driver knew of when it queued this one.
-        share: message of the arguments, or where it is in the object store; None where there are none.
+        share: message of the arguments; None where there are none.
     """
 
     role: str
@@ -169,7 +169,7 @@ class Request(NamedTuple):
     step: int | None
     wanted: bool
     failures: int
-    share: Any
+    share: Message | None
 
 
 def arguments(share: Share | None, rank: int, answers: Sequence[Message]) -> Payload:

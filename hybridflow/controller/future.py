@@ -11,14 +11,16 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from hybridflow.controller import outside
 from hybridflow.controller.call import Answer, Invocation, Later
-from hybridflow.controller.message import Message, held, opened, packed
+from hybridflow.controller.line import Asked
+from hybridflow.controller.message import held, opened, packed
 from hybridflow.controller.pool import Failure
 from hybridflow.errors import DataError, WorkerDiedError, WorkerError
 from hybridflow.protocol.transfer import Call, Dispatch
@@ -34,7 +36,7 @@ _LOST_PEER_WAIT = 5.0
 """Seconds to wait for Ray's word on a dead process after a rank has lost its peer."""
 
 _TOGETHER = 0.1
-"""Seconds to wait for the answers of all ranks before those that are there are taken."""
+"""Seconds to wait for one of several calls before the others are looked at."""
 
 _ALIKE_WAIT = 1.0
 """Seconds for the other ranks of a failed call to fail alike before they are interrupted."""
@@ -52,7 +54,8 @@ class DataFuture:
     Args:
         group: whose call it is.
         invocation: the call as the driver made it.
-        refs: the ranks' answers.
+        asked: what was asked of each rank.
+        arrived: gets these as they are answered.
         timeout: seconds the call may take, from when its arguments are there; None for no limit.
         dispatched: the call with its arguments, and the ranks' shares, where they were known when it was submitted.
         awaits: the calls whose values it takes, which were running then.
@@ -63,17 +66,18 @@ class DataFuture:
         self,
         group: WorkerGroup,
         invocation: Invocation,
-        refs: list[Any],
+        asked: list[Asked],
+        arrived: SimpleQueue[Asked],
         timeout: float | None,
         dispatched: tuple[Call, Dispatch] | None,
         awaits: Sequence[DataFuture] = (),
         kept: Sequence[Any] = (),
     ) -> None:
-        self._group, self._invocation, self._refs = group, invocation, refs
+        self._group, self._invocation, self._asked, self._arrived = group, invocation, asked, arrived
         self._timeout, self._dispatched, self._awaits, self._kept = timeout, dispatched, list(awaits), kept
         self._deadline = math.inf if timeout is None else time.monotonic() + timeout
-        self._pending: dict[Any, int] = {ref: rank for rank, ref in enumerate(refs)}
-        self._outputs: list[Any] = [None] * len(refs)
+        self._pending = set(range(len(asked)))
+        self._outputs: list[Any] = [None] * len(asked)
         self._errors: dict[int, WorkerError] = {}
         self._failure: Failure | None = None
         self._value: Any = None
@@ -128,8 +132,9 @@ class DataFuture:
 
     def _let_go(self) -> None:
         """What the call was made of is not needed once it has ended, and would keep its batches alive."""
-        self._outputs, self._refs, self._dispatched, self._awaits, self._kept = [], [], None, [], []
-        self._invocation = self._invocation.with_arguments(lambda argument: None)
+        self._outputs, self._asked, self._dispatched, self._awaits, self._kept = [], [], None, [], []
+        self._arrived = SimpleQueue()  # answers that come after a failure have rows too
+        self._invocation = replace(self._invocation, call=Call(where=self._invocation.call.where))
 
     def _read(self, until: float) -> None:
         """Take answers as they come until all are in, one is an error, or the time or the call's own time is over."""
@@ -155,54 +160,40 @@ class DataFuture:
                 return
 
     def _take(self, until: float) -> bool:
-        """Read the answers of the next ranks that have one: values and errors are kept. False if none came in time."""
-        left = math.inf if until == math.inf else max(0.0, until - time.monotonic())
-        refs, ranks = list(self._pending), list(self._pending.values())
+        """Read the answer of the next rank that has one: value or error is kept. False if none came in time."""
+        left = None if until == math.inf else max(0.0, until - time.monotonic())
         try:
-            # Ranks answer close to one another, and taking their answers together is cheaper.
-            found = zip(ranks, ray.get(refs, timeout=min(left, _TOGETHER)), strict=True)
-            answers = [(rank, self._opened(answer, rank)) for rank, answer in found]
-            self._pending.clear()
-        except RayError:  # some have none yet, or are gone
-            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            if not ready:
-                left = None if left == math.inf else max(0.0, left - _TOGETHER)
-                ready, _ = ray.wait(refs, num_returns=1, timeout=left)
-            answers = [(rank, self._answer(ref, rank)) for ref, rank in zip(refs, ranks, strict=True) if ref in ready]
-            self._pending = {ref: rank for ref, rank in self._pending.items() if ref not in ready}
-        for rank, answer in answers:
-            self._outputs[rank] = answer.value
-            if answer.error is not None:
-                self._errors[rank] = answer.error
-            if answer.measured is not None:
-                self._group.pool.spans.append(self._span(rank, *answer.measured))
-        return bool(answers)
+            asked = self._arrived.get(timeout=left)
+        except Empty:
+            return False
+        answer = self._answer(asked)
+        self._pending.discard(asked.rank)
+        self._outputs[asked.rank] = answer.value
+        if answer.error is not None:
+            self._errors[asked.rank] = answer.error
+        if answer.measured is not None:
+            self._group.pool.spans.append(self._span(asked.rank, *answer.measured))
+        return True
 
     def _span(self, rank: int, begin: float, end: float, peak: int) -> Span:
         call = self._invocation
         return Span(self._group.pool.name, rank, call.role, call.method, call.step, begin, end, peak)
 
-    def _opened(self, answer: Message, rank: int) -> Answer:
-        call = self._invocation
+    def _answer(self, asked: Asked) -> Answer:
+        role, method, step, rank = self._invocation.role, self._invocation.method, self._invocation.step, asked.rank
         try:
-            return Answer(*held(opened(answer)))
-        except Exception as error:
-            cause = f"its value cannot be read on the driver: {type(error).__name__}: {error}"
-            return Answer(error=WorkerError(call.role, rank, call.method, call.step, cause))
-
-    def _answer(self, ref: Any, rank: int) -> Answer:
-        role, method, step = self._invocation.role, self._invocation.method, self._invocation.step
-        try:
-            return self._opened(ray.get(ref), rank)
+            if asked.error is not None:
+                raise asked.error
+            assert asked.message is not None
+            return Answer(*held(opened(asked.message)))
         except (RayActorError, OutOfMemoryError) as error:
             cause = f"the process is gone ({self._place(rank)}): {self._why_gone(rank, error)}"
             return Answer(error=WorkerDiedError(role, rank, method, step, cause))
-        except RayTaskError as error:
-            # Outside of the worker's own code: an argument that cannot be loaded there, a value that cannot be sent.
-            cause = f"{type(error.cause).__name__}: {error.cause}"
-            return Answer(error=WorkerError(role, rank, method, step, cause, str(error)))
         except RayError as error:
             return Answer(error=WorkerError(role, rank, method, step, f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            cause = f"its value cannot be read on the driver: {type(error).__name__}: {error}"
+            return Answer(error=WorkerError(role, rank, method, step, cause))
 
     def _place(self, rank: int) -> str:
         places = self._group.pool.places
@@ -224,11 +215,11 @@ class DataFuture:
         """
         pool, places = self._group.pool, self._group.pool.places
         self._take_all(wait)
-        cancelled = sorted(self._pending.values())
+        cancelled = sorted(self._pending)
         if cancelled and places:
             outside.interrupt([places[rank] for rank in cancelled])
             self._take_all(_INTERRUPT_WAIT)
-        ended = sorted(self._pending.values())
+        ended = sorted(self._pending)
         self._pending.clear()
         cancelled = [rank for rank in cancelled if rank in self._errors]
         own = [found for rank, found in self._errors.items() if rank not in cancelled]
@@ -255,7 +246,7 @@ class DataFuture:
         for call in list(self._group.pool.open_calls):
             if call is self:
                 break
-            if set(call._pending.values()) & set(self._pending.values()):
+            if call._pending & self._pending:
                 call.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
                 if call._pending:
                     return False
@@ -275,7 +266,7 @@ class DataFuture:
             pass
 
     def _timed_out(self, seconds: float, with_stacks: bool = False) -> WorkerError:
-        waiting, places = sorted(self._pending.values()), self._group.pool.places
+        waiting, places = sorted(self._pending), self._group.pool.places
         cause = (
             f"TimeoutError: no answer within {seconds:g} s from ranks {waiting} of {len(self._outputs)} "
             f"({'; '.join(self._place(rank) for rank in waiting[:8])})"
@@ -295,7 +286,7 @@ class Answered(DataFuture):
     """
 
     def __init__(self, where: str, value: Any) -> None:
-        self._where, self._value, self._failure, self._pending = where, value, None, {}
+        self._where, self._value, self._failure, self._pending = where, value, None, set()
 
     def __repr__(self) -> str:
         return f"DataFuture({self._where}, done)"
@@ -320,7 +311,7 @@ def together(*futures: DataFuture) -> list[Any]:
         failed = [future for future in futures if future._failure is not None]
         if failed:
             break
-        ray.wait([ref for future in pending for ref in future._pending], num_returns=1, timeout=_TOGETHER)
+        pending[0].wait(_TOGETHER)
     for future in pending:
         cause = f"ended, because {failed[0]._invocation.call.where}, which it exchanges data with, failed"
         call = future._invocation
@@ -339,12 +330,12 @@ class Awaited:
 
     Attributes:
         calls: those whose values are arguments of its call.
-        refs: the answers of their ranks, and of the ranks of calls that they wait for, to be sent along.
+        answers: of their ranks, and of the ranks of calls that they wait for, to be sent along.
     """
 
     def __init__(self) -> None:
         self.calls: list[DataFuture] = []
-        self.refs: list[Any] = []
+        self.answers: list[Asked] = []
         self._later: dict[DataFuture, Later] = {}
 
     def argument(self, value: Any) -> Any:
@@ -362,9 +353,9 @@ class Awaited:
         if value not in self._later:
             origin = f"the arguments of {value._invocation.call.where}"
             invocation = value._invocation.with_arguments(lambda argument: packed(self._of(argument), origin))
-            first = len(self.refs)
-            self.refs += value._refs
-            self._later[value] = Later(invocation, range(first, len(self.refs)))
+            first = len(self.answers)
+            self.answers += value._asked
+            self._later[value] = Later(invocation, range(first, len(self.answers)))
         return self._later[value]
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.controller.call import Invocation, Request, Share
+from hybridflow.controller.call import Invocation, Share
 from hybridflow.controller.future import Answered, Awaited, DataFuture
-from hybridflow.controller.message import message, packed, shared
+from hybridflow.controller.message import message, packed, sendable
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
 from hybridflow.errors import ConfigError, PlacementError
@@ -140,7 +140,8 @@ class WorkerGroup:
         if registration.unless is not None and registration.unless(self.config):
             return Answered(invocation.call.where, DataProto())
         awaited = Awaited()
-        given = invocation.with_arguments(awaited.argument)
+        waits = any(isinstance(argument, DataFuture) for argument in (*bound.args, *bound.kwargs.values()))
+        given = invocation.with_arguments(awaited.argument) if waits else invocation
         origin = f"the arguments of {self.role}.{name}"
         by_rank: Sequence[Share]
         if awaited.calls:
@@ -153,28 +154,30 @@ class WorkerGroup:
             shares, put = [None] * self.pool.size, []
         else:
             messages = {key: message(pack) for key, pack in packs.items()}
-            shares, put = shared([messages[id(share)] for share in by_rank])
-        answers = invocation.protocol.answers
+            shares, put = sendable([messages[id(share)] for share in by_rank])
+        sends = invocation.protocol.answers
         with self.pool.lock:
             known = self.pool.num_failures
-            refs = [
-                process.call.remote(
-                    message(tuple(Request(self.role, name, self.step, answers(self.layout, rank), known, share))),
-                    *awaited.refs,
-                )
-                for rank, (process, share) in enumerate(zip(self.pool.processes, shares, strict=True))
-            ]
-        kept = [*packs.values(), *put, *awaited.refs]
-        return DataFuture(self, invocation, refs, timeout, dispatched, awaited.calls, kept)
+            asked, arrived = self.pool.ask(
+                "call",
+                [
+                    ((self.role, name, self.step, sends(self.layout, rank), known, share),)
+                    for rank, share in enumerate(shares)
+                ],
+                awaited.answers,
+            )
+        kept = [*packs.values(), *put, *awaited.answers]
+        return DataFuture(self, invocation, asked, arrived, timeout, dispatched, awaited.calls, kept)
 
     def _construct(self, worker: type[Worker] | str, config: RunConfig) -> None:
         """Create the worker of this role in every process of the pool."""
         self._refuse_after_failure("create")
+        (arguments,), put = sendable([message((worker, self.layout, config))])
         with self.pool.lock:
-            refs = [p.create.remote(self.role, worker, self.layout, config) for p in self.pool.processes]
+            asked, arrived = self.pool.ask("create", [(self.role, arguments)] * self.pool.size)
         registration = Registration(Protocol.ONE_TO_ALL)
         create = Invocation.of(self.role, "create", self.step, self.layout, registration, config, (), {})
-        DataFuture(self, create, refs, self.timeout, (Call(), Dispatch([]))).result()
+        DataFuture(self, create, asked, arrived, self.timeout, (Call(), Dispatch([])), kept=put).result()
 
     def _refuse_after_failure(self, method: str) -> None:
         """Say once that an unread call of the role has failed; say always that a failure has broken it."""

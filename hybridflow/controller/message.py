@@ -1,9 +1,9 @@
 """What processes send one another: a value as bytes, with its large buffers beside them.
 
 Where it stands: the driver packs the arguments of a call and a device process its answer (:func:`packed`), and both
-hand Ray one :data:`Message`. Rows of this process's memory go to the store of its node, one object a column, or along
-with the message where they are small; rows that are in a store already stay there. The invariant: Ray sees bytes and
-not what they mean, because its own way with a value or a reference takes longer than a short call itself.
+send one :data:`Message` over their line (``line.py``). Rows of this process's memory go to the store of its node, one
+object a column, or along with the message where they are small; rows that are in a store already stay there. The
+invariant: what is sent is bytes, however large the value; what is large is in the store.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from hybridflow.controller.store import Address, Stored, address_of, reference, stored_of, this_node
+from hybridflow.controller.store import Address, Lease, Stored, address_of, lease, reference, this_node
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.parcel import INLINE_BYTES, inline_or
+from hybridflow.protocol.parcel import INLINE_BYTES, Parcel, inline_or
 from hybridflow.protocol.remote import Handle, Part
-from hybridflow.protocol.serialize import cells_of, pack
+from hybridflow.protocol.serialize import CONSTANTS, PackedTensor, cells_of, pack
 
-Message = bytes | list[Any]
-"""A pickle; or a pickle, its large buffers, and references that Ray has to count."""
+Ready = bytes | list[Any]
+"""A pickle; or a pickle and its large buffers."""
+
+Message = bytes | Address
+"""A pickle, or where in the store a large one is with its buffers."""
+
+_SENT_BYTES = 4 * INLINE_BYTES
+"""Up to this size a message is sent itself: cheaper than an entry in an object store, also to some ranks."""
 
 
 def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
@@ -45,7 +51,7 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
             ref = ray.put(ready)
             if made is not None:
                 made.append(ref)
-            return Stored(address_of(ref), column, origin, this_node(), ref)
+            return Stored(address_of(ref), column, origin, this_node(), Lease(ref.binary(), ref))
 
         try:
             return inline_or(store, part, cloudpickle.dumps)  # classes and functions of a script travel by value
@@ -58,8 +64,8 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
     return pack(value, lambda part: part.parcel(put, origin) if isinstance(part, DataProto) else part)
 
 
-def message(value: Any, references: Sequence[Any] = ()) -> Message:
-    """A packed value as Ray gets it; ``references`` are counted by Ray for as long as the message exists."""
+def message(value: Any) -> Ready:
+    """A packed value as bytes."""
     buffers: list[pickle.PickleBuffer] = []
 
     def stays_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -68,56 +74,55 @@ def message(value: Any, references: Sequence[Any] = ()) -> Message:
             buffers.append(buffer)
         return small
 
-    data = cloudpickle.dumps(value, protocol=5, buffer_callback=stays_inside)
-    return [data, buffers, list(references)] if buffers or references else data
+    dumps = pickle.dumps if _is_plain(value) else cloudpickle.dumps
+    data = dumps(value, protocol=5, buffer_callback=stays_inside)
+    return [data, buffers] if buffers else data
 
 
-def opened(message: Message) -> Any:
+def _is_plain(value: Any) -> bool:
+    """Whether a packed value holds nothing that a script's own module may define: Python's pickler is quicker."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(map(_is_plain, value.values())) and all(map(_is_plain, value))
+    if kind is Parcel:
+        return _is_plain(value.meta_info)
+    return kind in CONSTANTS or kind is PackedTensor
+
+
+def opened(message: Message | Ready) -> Any:
     """The value of a message. Its rows in the store are there for as long as the sender keeps them."""
-    if isinstance(message, bytes):
-        return pickle.loads(message)
-    data, buffers, _ = message
+    ready: Ready = ray.get(reference(message)) if isinstance(message, tuple) else message
+    if isinstance(ready, bytes):
+        return pickle.loads(ready)
+    data, buffers = ready
     return pickle.loads(data, buffers=buffers)
 
 
 def held(value: Any) -> Any:
-    """The value, whose rows in the store stay there from now on for as long as its batches live."""
+    """The value, just opened, whose rows in the store stay there from now on for as long as its batches live."""
     for batch in batches_in(value):
-        for column in batch.columns.values():
-            for handle in stored_of(column):
-                handle.hold()
+        batch.hold(lease)
     return value
 
 
-def shared(messages: Sequence[Message]) -> tuple[list[Message | Address], list[Any]]:
-    """Messages by rank, each one that several ranks get, and is large, put in the store once for all of them.
+def sendable(messages: Sequence[Ready]) -> tuple[list[Message], list[Any]]:
+    """Messages as they are sent: each large one is put in the store, once for all who get it.
 
     Returns:
-        By rank the message or its address, and the references to what was put there.
+        By receiver the message, and the references to what was put there.
     """
-    ready: dict[int, Message | Address] = {}
+    ready: dict[int, Message] = {}
     made: list[Any] = []
     for message in messages:
         if id(message) not in ready:
-            alone = sum(other is message for other in messages) == 1
-            if alone or size_of(message) <= INLINE_BYTES:
+            if isinstance(message, bytes) and len(message) <= _SENT_BYTES:
                 ready[id(message)] = message
             else:
                 made.append(ray.put(message))
                 ready[id(message)] = address_of(made[-1])
     return [ready[id(message)] for message in messages], made
-
-
-def unshared(share: Message | Address) -> Any:
-    """The value of a message as a rank got it; see :func:`shared`."""
-    return opened(ray.get(reference(share)) if isinstance(share, tuple) else share)
-
-
-def size_of(message: Message) -> int:
-    if isinstance(message, bytes):
-        return len(message)
-    data, buffers, _ = message
-    return len(data) + sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def batches_in(value: Any) -> Iterator[DataProto]:

@@ -8,7 +8,6 @@ cannot hold is refused at once with the arithmetic instead of waiting for resour
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -16,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.checks.cluster import LEAST_CORES, nodes_text
 from hybridflow.config import PoolConfig
 from hybridflow.controller import outside
+from hybridflow.controller.line import Asked, Line
 from hybridflow.controller.process import DeviceProcess, Place
 from hybridflow.errors import ConfigError, PlacementError, WorkerError
 from hybridflow.platform import CPU, CUDA, Platform
@@ -205,6 +206,7 @@ class ResourcePool:
         self.platform: Platform = CPU
         self.processes: list[Any] = []
         self.places: list[Place] = []
+        self.lines: list[Line] = []
         self.failures: list[Failure] = []
         self.num_failures = 0
         # In the order in which they were queued.
@@ -214,6 +216,7 @@ class ResourcePool:
         # Two threads of a driver must not interleave the calls they queue on the ranks: collectives would cross.
         self.lock = threading.Lock()
         self._group: Any = None
+        self._serving: list[Any] = []  # Ray's references to what the processes do
 
     @property
     def size(self) -> int:
@@ -246,6 +249,7 @@ class ResourcePool:
             self._start_processes(bundle, node_of, nodes, time.monotonic() + timeout)
             if self.kind == "device":
                 self._join_world(node_of, local_rank, nodes, timeout)
+            self._connect(node_of, nodes, timeout)
         except BaseException:
             self.kill()
             raise
@@ -257,8 +261,9 @@ class ResourcePool:
         if self.started and not dead and ray.is_initialized():
             if self.open_calls:
                 outside.interrupt(self.places)
-            with contextlib.suppress(RayError):
-                ray.get([process.close.remote() for process in self.processes], timeout=timeout)
+            for line in self.lines:
+                line.close()
+            ray.wait(self._serving, num_returns=len(self._serving), timeout=timeout)
         self.kill()
 
     def kill(self) -> None:
@@ -272,6 +277,7 @@ class ResourcePool:
             if self._group is not None:
                 remove_placement_group(self._group)
         self.processes, self.places, self.failures, self._group = [], [], [], None
+        self.lines, self._serving = [], []
         self.num_failures = 0  # the next processes know of none
         self.open_calls.clear()
 
@@ -303,6 +309,23 @@ class ResourcePool:
     def __repr__(self) -> str:
         state = f"{self.platform.device_type}, running" if self.started else "not started"
         return f"ResourcePool({self.name!r}, devices={list(self.devices)}, kind={self.kind!r}, {state})"
+
+    def ask(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], needs: Sequence[Asked] = ()
+    ) -> tuple[list[Asked], SimpleQueue[Asked]]:
+        """Queue a call on every rank; see :meth:`Line.call`.
+
+        Args:
+            arguments: by rank.
+
+        Returns:
+            What was asked, by rank; and where each of it will be once it is answered.
+        """
+        arrived: SimpleQueue[Asked] = SimpleQueue()
+        asked = [Asked(rank, arrived) for rank in range(self.size)]
+        for line, one, given in zip(self.lines, asked, arguments, strict=True):
+            line.call(one, method, *given, needs=needs)
+        return asked, arrived
 
     def remember(self, failure: Failure) -> None:
         """Keep a failure until it has been told and no longer matters; calls queued from now on know of it."""
@@ -382,6 +405,22 @@ class ResourcePool:
             for process, local, node in zip(self.processes, local_rank, node_of, strict=True)
         ]
         self._wait(joined, timeout, "join the torch.distributed world")
+
+    def _connect(self, node_of: list[str], nodes: Sequence[Node], timeout: float) -> None:
+        """From here on the processes do what comes over their lines."""
+        address = {node.node_id: node.address for node in nodes}
+        hosts = ["127.0.0.1" if len(nodes) == 1 else address[node] for node in node_of]
+        listening = [process.listen.remote(host) for process, host in zip(self.processes, hosts, strict=True)]
+        addresses = self._wait(listening, timeout, "listen for the driver")
+        self._serving = [process.serve.remote() for process in self.processes]
+        for rank, (at, serving) in enumerate(zip(addresses, self._serving, strict=True)):
+            try:
+                self.lines.append(Line(at, serving))
+            except (OSError, EOFError) as error:
+                raise PlacementError(
+                    f"pool {self.name!r}: the driver cannot reach the process of rank {rank} at {at.host}:{at.port} "
+                    f"({type(error).__name__}: {error}). Let the nodes connect to one another on all ports."
+                ) from error
 
     def _wait(self, refs: list[Any], timeout: float, what: str) -> list[Any]:
         """Values of all references; the first that fails is reported at once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Callable
@@ -23,19 +24,18 @@ import psutil
 import torch
 
 from hybridflow.controller.call import Answer, ArgumentFailed, Request, arguments
-from hybridflow.controller.message import Message, batches_in, message, opened, packed, unshared
+from hybridflow.controller.line import Address, Served
+from hybridflow.controller.message import Message, batches_in, message, opened, packed, sendable
 from hybridflow.controller.store import Borrowed
 from hybridflow.errors import PlacementError, WorkerError
 from hybridflow.platform import Platform
 from hybridflow.resharding.hybrid import Phases
-from hybridflow.resharding.layout import Layout
 from hybridflow.timing import now
 from hybridflow.workers.base import Worker, WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-    from hybridflow.config import RunConfig
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """A rank may wait this long for its peers in a collective: longer than any rollout, shorter than a night."""
@@ -119,6 +119,8 @@ class DeviceProcess:
         self.phases = Phases(platform.used, platform.release_cache)
         self.peers = MappingProxyType(self.roles)
         self._store: TCPStore | None = None
+        self._served: Served
+        self._borrowed: list[Borrowed] = []
         self._inside_method = False
         # Calls that were queued when the driver knew of so many failures of the pool, or fewer, do not run; and why.
         self._refused: tuple[int, str] = (-1, "")
@@ -177,36 +179,58 @@ class DeviceProcess:
             device_id=device if self.platform.is_cuda else None,
         )
 
-    def create(self, role: str, worker: type[Worker] | str, layout: Layout, config: RunConfig) -> Message:
-        """Construct the worker of a role; ``worker`` is a class or ``"package.module:Class"``."""
+    def listen(self, host: str) -> Address:
+        """Open the process's end of its line on an address of its node."""
+        self._served = Served(host)
+        return self._served.address
+
+    def serve(self) -> None:
+        """Answer the calls of the driver, until it closes the line; then let the workers close what they hold."""
+        for number, *call in self._served.calls():
+            self._served.answer(number, *self.answer(*call))
+            self._borrowed.clear()  # to let go of what was read takes as long as to read it, and nobody waits for it
+        for role in reversed(list(self.roles)):
+            self._answer(role, "close", None, self.roles[role].close)
+
+    def answer(self, method: str, *given: Any) -> tuple[Message, list[Any]]:
+        """Message of the :class:`Answer` to a call, and references to what was put in the store for it."""
+        made: list[Any] = []
+        return (self.create(*given) if method == "create" else self.call(made, *given)), made
+
+    def create(self, role: str, given: Message) -> Message:
+        """Construct the worker of a role.
+
+        Args:
+            given: the worker, a class or ``"package.module:Class"``; the role's layout and the run's configuration.
+        """
 
         def construct() -> None:
+            worker, layout, config = opened(given)
             context = WorkerContext(role, self.rank, layout, config, self.peers, self.pool, self.platform, self.phases)
             self.roles[role] = load_class(worker)(context)
 
-        return message(tuple(self._answer(role, "create", None, construct)))
+        return _said(self._answer(role, "create", None, construct))
 
-    def call(self, request: Message, *answers: Message) -> Message:
+    def call(self, made: list[Any], request: tuple[Any, ...], *answers: Message) -> Message:
         """Run one method.
 
         Args:
+            made: references to what is put in the store for the answer are added to it.
             request: a :class:`Request`.
-            answers: of the calls whose values it takes; Ray delivers the request when they are there.
+            answers: of the calls whose values it takes.
 
         Returns:
-            An :class:`Answer`, as a message.
+            Message of an :class:`Answer`.
         """
-        role, method, step, wanted, failures, share = Request(*opened(request))
+        role, method, step, wanted, failures, share = Request(*request)
         self._known_failures = failures
         refused, why = self._refused
         if failures <= refused:
-            cause = f"not run, because {why}"
-            return message(tuple(Answer(error=WorkerError(role, self.rank, method, step, cause))))
-        made: list[Any] = []
-        borrowed: list[Borrowed] = []
+            return _said(Answer(error=WorkerError(role, self.rank, method, step, f"not run, because {why}")))
+        borrowed = self._borrowed
 
         def run() -> Any:
-            args, kwargs = arguments(None if share is None else unshared(share), self.rank, answers)
+            args, kwargs = arguments(None if share is None else opened(share), self.rank, answers)
             batches = list(batches_in((args, kwargs)))
             borrowed.append(Borrowed(batches, self._reads.get((role, method))))
             value = getattr(self.roles[role], method)(*args, **kwargs)
@@ -217,23 +241,20 @@ class DeviceProcess:
 
         try:
             answer = self._answer(role, method, step, run)
-            ready = message(tuple(answer), made)
+            (ready,), put = sendable([message(tuple(answer))])
+            made += put
         except ArgumentFailed as failed:
-            return message(tuple(Answer(error=failed.error)))
+            return _said(Answer(error=failed.error))
         except Exception as error:  # a value that cannot be sent
             answer = Answer(error=WorkerError(role, self.rank, method, step, *describe_exception(error)))
-            ready = message(tuple(answer))
+            ready = _said(answer)
         if answer.error is not None:
             self._refused = failures, f"{role}.{method}, queued before it, failed on this rank"
+            made.clear()
         del answer
         for objects in borrowed:
             objects.give_back()
         return ready
-
-    def close(self) -> None:
-        """Let every worker release what outlives the process, last created first."""
-        for role in reversed(list(self.roles)):
-            self._answer(role, "close", None, self.roles[role].close)
 
     def _answer(self, role: str, method: str, step: int | None, run: Callable[[], Any]) -> Answer:
         begin = now()
@@ -267,6 +288,11 @@ class DeviceProcess:
             self._known_failures,
             "it had failed on another rank, or its time was over, before it began here",
         )
+
+
+def _said(answer: Answer) -> bytes:
+    """The message of an answer without a value."""
+    return pickle.dumps(tuple(answer), protocol=5)
 
 
 def interface_of(address: str) -> str:

@@ -3,8 +3,9 @@
 Where it stands: the handles of columns that are neither small nor in this process's memory. A message between processes
 (``message.py``) says where an object is and has no Ray reference to it, which costs Ray some ten microseconds each time
 it is sent and received, whether or not the rows are read. So the invariant that keeps objects alive is our own: the
-driver holds a reference to every object of its batches, and to those of a call's arguments until the call has ended. A
-device process borrows them for that time (:class:`Borrowed`), and what a worker keeps beyond it is fetched before.
+process that made an object keeps it for as long as the driver has a :class:`Lease` of it. The driver has one of every
+object of its batches, and of those of a call's arguments until the call has ended. A device process borrows them for
+that time (:class:`Borrowed`), and what a worker keeps beyond it is fetched before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -44,6 +45,31 @@ def reference(address: Address) -> Any:
     return ref
 
 
+_leases: weakref.WeakValueDictionary[bytes, Lease] = weakref.WeakValueDictionary()
+"""By name of the object, those of this process."""
+
+
+class Lease:
+    """The driver's claim to an object: it may go once the lease has.
+
+    Args:
+        name: of the object.
+        ref: Ray's reference, of one that this process has made.
+        release: tells the process that has made it.
+    """
+
+    def __init__(self, name: bytes, ref: Any = None, release: Callable[[bytes], None] | None = None) -> None:
+        self._ref = ref
+        _leases[name] = self
+        if release is not None:
+            weakref.finalize(self, release, name).atexit = False  # the processes end with the driver
+
+
+def lease(name: bytes) -> Lease | None:
+    """This process's lease of an object; None where another one has to keep it."""
+    return _leases.get(name)
+
+
 class Stored(Handle):
     """A part of a column in the object store; read in place on its own node, copied once to any other.
 
@@ -52,23 +78,23 @@ class Stored(Handle):
         column: name of the column when it was made.
         origin: who made it, such as ``rollout.generate on rank 3``.
         node: Ray's id of the node it is on.
-        ref: keeps the object alive; without one somebody else has to.
+        kept_by: keeps the object alive; without it somebody else has to.
     """
 
     asked = False
     borrowed: Borrowed | None = None
 
-    def __init__(self, address: Address, column: str, origin: str, node: str, ref: Any = None) -> None:
-        self.address, self.column, self.origin, self.node, self.ref = address, column, origin, node, ref
+    def __init__(self, address: Address, column: str, origin: str, node: str, kept_by: Lease | None = None) -> None:
+        self.address, self.column, self.origin, self.node, self.kept_by = address, column, origin, node, kept_by
+        self.name = address[0]
 
     @property
     def key(self) -> Any:
         return self.address[0]
 
     def hold(self) -> None:
-        """Keep the object alive for as long as this handle."""
-        if self.ref is None:
-            self.ref = reference(self.address)
+        if self.kept_by is None:
+            self.kept_by = lease(self.address[0])
 
     def fetch(self) -> Part:
         self.asked = True
@@ -76,7 +102,7 @@ class Stored(Handle):
 
     def load(self) -> Part:
         try:
-            return ray.get(self.ref or reference(self.address))
+            return ray.get(reference(self.address))
         except RayError as error:
             raise DataError(
                 f"column {self.column!r} of {self.origin} cannot be read any more: the process that made it is gone, "
@@ -92,7 +118,7 @@ class Stored(Handle):
         wanted = {id(handle): handle for handle in stored if not handle.fetched}
         if len(wanted) > 1:
             try:
-                parts = ray.get([handle.ref or reference(handle.address) for handle in wanted.values()])
+                parts = ray.get([reference(handle.address) for handle in wanted.values()])
             except RayError:
                 return  # one by one it shows which
             for handle, part in zip(wanted.values(), parts, strict=True):
@@ -120,6 +146,7 @@ class Borrowed:
         self._handles: list[weakref.ref[Stored]] = []
         self._tensors = [(key, column) for key, column in named if not column.is_object]
         self._expected = expected
+        self._parts: list[Part | None] = []
         for _, column in named:
             if column.entries is None:
                 self._borrow(column.handles)
@@ -142,6 +169,7 @@ class Borrowed:
         """The tensor columns of which rows have been fetched so far. Ends getting others with them."""
         tensors, self._tensors = self._tensors, []
         touched = [(key, column) for key, column in tensors if column.entries is None]
+        self._parts = [handle._part for _, column in touched for handle in column.handles]
         return {key for key, column in touched if any(handle.asked for handle in stored_of(column))}
 
     def give_back(self) -> None:

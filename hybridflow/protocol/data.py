@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,10 +38,20 @@ from hybridflow.protocol import jagged as jag
 from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
-from hybridflow.protocol.parcel import Parcel, Put, portable
-from hybridflow.protocol.remote import Column, common_names, refuse_difference
-from hybridflow.protocol.rows import Index, Rows, mini_batches, permutation, positive, row_number, row_numbers, sliced
-from hybridflow.protocol.view import ColumnView, TensorView, check_rows, refuse_written
+from hybridflow.protocol.parcel import Parcel, Put, Shard
+from hybridflow.protocol.remote import Column, concat_columns, refuse_difference
+from hybridflow.protocol.rows import (
+    Index,
+    Rows,
+    chunk_rows,
+    mini_batches,
+    permutation,
+    positive,
+    row_number,
+    row_numbers,
+    sliced,
+)
+from hybridflow.protocol.view import ColumnView, TensorView, built, known_names, refuse_written
 
 
 class DataProto:
@@ -58,7 +67,8 @@ class DataProto:
             neither dense nor jagged or has no rows. Names the column and the fix.
     """
 
-    _columns: dict[str, Column]
+    _known: dict[str, Column]
+    _shards: Sequence[Shard] = ()
     meta_info: dict[str, Any]
 
     def __init__(
@@ -69,18 +79,8 @@ class DataProto:
     ) -> None:
         tensors = {} if batch is None else dict(batch.items())  # a TensorDict has no truth value
         objects = non_tensor_batch or {}
-        for key in objects:
-            if key in tensors:
-                raise DataError(f"column {key!r} is given as a tensor and as an object column: rename one.")
-        columns: dict[str, Column] = {}
-        rows: Rows | None = None
-        for key, value in (*tensors.items(), *((key, col.as_objects(key, cells)) for key, cells in objects.items())):
-            if key in tensors and not isinstance(value, torch.Tensor):
-                raise DataError(f"column {key!r} is a {type(value).__name__}: give a torch.Tensor [B, ...].")
-            columns[key] = Column.checked(key, value, rows)
-            rows = columns[key].rows
-        check_rows(columns)
-        self._columns, self.meta_info = columns, meta.copied({} if meta_info is None else meta_info)
+        self._known = built(tensors, objects)
+        self.meta_info = meta.copied({} if meta_info is None else meta_info)
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -105,10 +105,22 @@ class DataProto:
     def _of(cls, columns: Mapping[str, Column], meta_info: dict[str, Any]) -> DataProto:
         """The columns as a new object, tensors first; ``meta_info`` is kept, not copied."""
         new = object.__new__(cls)
-        new._columns = {key: column for key, column in columns.items() if not column.is_object}
-        new._columns |= {key: column for key, column in columns.items() if column.is_object}
+        new._known = dict(sorted(columns.items(), key=lambda item: item[1].is_object))
         new.meta_info = meta_info
         return new
+
+    @classmethod
+    def _of_shards(cls, shards: Sequence[Shard], meta_info: dict[str, Any]) -> DataProto:
+        """Rows that came from other processes, whose columns nobody has asked for yet."""
+        new = object.__new__(cls)
+        new._shards, new.meta_info = shards, meta_info
+        return new
+
+    @property
+    def _columns(self) -> dict[str, Column]:
+        if self._shards:
+            self._known, self._shards = concat_columns([shard.columns for shard in self._shards]), ()
+        return self._known
 
     def _map(self, operation: Callable[[Column], Column]) -> DataProto:
         columns = {key: operation(column) for key, column in self._columns.items()}
@@ -116,7 +128,9 @@ class DataProto:
 
     def _take(self, wanted: Index) -> DataProto:
         """The rows of these numbers; what is worked out for one column serves all that share its row numbers."""
-        refuse_written("rows of a batch", self._columns)
+        self.refuse_written("rows of a batch")
+        if shards := Shard.within(self._shards, wanted):
+            return self._of_shards(shards, meta.copied(self.meta_info))
         taken: dict[int, tuple[Rows, Sequence[int]]] = {}
 
         def at(column: Column) -> Column:
@@ -141,7 +155,7 @@ class DataProto:
 
     def __len__(self) -> int:
         """Number of rows; 0 without columns."""
-        return next((len(column) for column in self._columns.values()), 0)
+        return sum(s.size for s in self._shards) or next((len(column) for column in self._columns.values()), 0)
 
     def keys(self) -> list[str]:
         """Names of all columns."""
@@ -223,17 +237,6 @@ class DataProto:
 
     # ------------------------------------------------------------------------------------------ columns
 
-    def _names(self, method: str, kind: str, wanted: str | Iterable[str] | None, known: Iterable[str]) -> list[str]:
-        """The wanted names as a list, each of them known."""
-        known = list(known)
-        names = known if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
-        for name in names:
-            if name not in known:
-                # Most often the name is right and the kind is wrong.
-                place = "" if name not in self else " It is a column of the other kind."
-                raise DataError(f"{method}: no {name!r} in {kind}.{place}{nearest(str(name), known)}")
-        return names
-
     def select(
         self,
         batch_keys: str | Iterable[str] | None = None,
@@ -249,9 +252,9 @@ class DataProto:
         Raises:
             DataError: names an unknown key and the nearest one.
         """
-        tensors = self._names("select", "batch", batch_keys, self.batch)
-        objects = self._names("select", "non_tensor_batch", non_tensor_batch_keys, self.non_tensor_batch)
-        meta_keys = self._names("select", "meta_info", meta_info_keys, self.meta_info)
+        tensors = known_names("select", "batch", batch_keys, self.batch, self)
+        objects = known_names("select", "non_tensor_batch", non_tensor_batch_keys, self.non_tensor_batch, self)
+        meta_keys = known_names("select", "meta_info", meta_info_keys, self.meta_info, self)
         columns = {key: self._columns[key] for key in (*tensors, *objects)}
         chosen = self._of(columns, meta.copied({key: self.meta_info[key] for key in meta_keys}))
         return copy.deepcopy(chosen) if deepcopy else chosen
@@ -286,7 +289,7 @@ class DataProto:
         Raises:
             DataError: where an old name is unknown, a new one is taken, or the lists differ in length.
         """
-        old = self._names("rename", "the columns", old_keys, self._columns)
+        old = known_names("rename", "the columns", old_keys, self._columns, self)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new) or len(set(old)) != len(old):
             raise DataError(f"rename: {len(set(old))} old names {old} but {len(new)} new names {new}; one for each.")
@@ -348,9 +351,7 @@ class DataProto:
         7 rows in 3 chunks are 3, 2, 2. With fewer rows than chunks the last ones have no rows.
         """
         positive("chunk", "chunks", chunks)
-        base, extra = divmod(len(self), chunks)
-        bounds = [part * base + min(part, extra) for part in range(chunks + 1)]
-        return [self[start:stop] for start, stop in pairwise(bounds)]
+        return [self._take(rows) for rows in chunk_rows(len(self), chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Parts of ``split_size`` rows in order, the last one maybe shorter. No rows give one part without rows."""
@@ -376,10 +377,10 @@ class DataProto:
             if not isinstance(part, DataProto):
                 raise DataError(f"concat: part {index} is a {type(part).__name__}; give a list of DataProtos.")
             part.refuse_written("concat")
-        names = common_names([part._columns for part in data])
-        shared: dict[Any, Rows] = {}
-        joined = {key: Column.concat(key, [part._columns[key] for part in data], shared) for key in names}
-        return cls._of(joined, meta.merge("concat", [part.meta_info for part in data], collect_metrics=True))
+        shards = Shard.concat([part._shards for part in data])
+        new = cls._of_shards(shards, {}) if shards else cls._of(concat_columns([part._columns for part in data]), {})
+        new.meta_info = meta.merge("concat", [part.meta_info for part in data], collect_metrics=True)
+        return new
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, shuffle: bool | None = None
@@ -461,10 +462,13 @@ class DataProto:
         Raises:
             DataError: names a column that came from another process and has been written to in place.
         """
-        refuse_written(where, self._columns)
-        shared: dict[int, Rows] = {}
-        columns = {key: portable(key, column, put, shared) for key, column in self._columns.items()}
-        return Parcel(columns, serialize.pack(self.meta_info))
+        self.refuse_written(where)
+        return Parcel(self._shards or [Shard.of(self._columns, put)], serialize.pack(self.meta_info))
+
+    def hold(self, kept_by: Callable[[bytes], Any]) -> None:
+        """Keep the objects of a batch that has just arrived; ``kept_by`` gives what keeps the one of a name."""
+        for shard in self._shards:
+            shard.kept = [kept_by(name) for name in shard.names]
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -473,7 +477,8 @@ class DataProto:
 
     def refuse_written(self, where: str) -> None:
         """Raises DataError for a column that came from another process and has been written to in place."""
-        refuse_written(where, self._columns)
+        for columns in [s.columns for s in self._shards if s.is_open] if self._shards else [self._known]:
+            refuse_written(where, columns)
 
     def __copy__(self) -> DataProto:
         return self._map(lambda column: column)

@@ -1,15 +1,17 @@
 """How a batch travels between processes: columns as handles that both sides can use, in a table of plain tuples.
 
-Where it stands: ``controller/store.py`` makes a :class:`Parcel` of each batch among the arguments or results of a call.
-It unpickles as the batch, whose columns stay pickled until they are touched: a call reads few of those it is given.
-Invariant: rows that are in an object store stay there, and rows of this process are sent once, however often the batch
-repeats them.
+Where it stands: ``controller/message.py`` makes a :class:`Parcel` of each batch among the arguments or results of a
+call. It unpickles as the batch, which stays pickled until it is touched: a driver passes on whole what one process has
+sent (a :class:`Shard`), and a call reads few of the columns that it is given. Invariant: rows that are in an object
+store stay there, and rows of this process are sent once, however often the batch repeats them.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from hybridflow.protocol import columns as col
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged
 from hybridflow.protocol.remote import Column, Handle, Inline, Part, Piece
-from hybridflow.protocol.rows import Rows
+from hybridflow.protocol.rows import Index, Rows
 from hybridflow.protocol.serialize import PackedBytes, pack, raw_bytes
 
 INLINE_BYTES = 64 * 1024
@@ -42,6 +44,11 @@ def portable(key: str, column: Column, put: Put, shared: dict[int, Rows]) -> Col
     local = [number for number, piece in enumerate(column.pieces) if not piece.is_portable]
     if not local:
         return column
+    kind = column.signature
+    if kind.device != "cpu":
+        kind = Signature(kind.kind, kind.dtype, kind.shape)
+    if len(column.pieces) == 1 and column.rows.is_whole():
+        return Column(kind, (_portable(key, column.block(), put),), column.rows)
     rows, kept = column.rows.compact(local)
     blocks = [col.take_rows(column.pieces[n].block(), index) for n, index in zip(local, kept, strict=True)]
     pieces = list(column.pieces)
@@ -51,9 +58,6 @@ def portable(key: str, column: Column, put: Put, shared: dict[int, Rows]) -> Col
     else:
         for number, block in zip(local, blocks, strict=True):
             pieces[number] = _portable(key, block, put)
-    kind = column.signature
-    if kind.device != "cpu":
-        kind = Signature(kind.kind, kind.dtype, kind.shape)
     return Column(kind, tuple(pieces), rows)
 
 
@@ -80,53 +84,115 @@ def inline_or(store: Callable[[Any], Handle], part: Part, dumps: Callable[..., b
     return Inline(data) if len(data) <= INLINE_BYTES else store(PackedBytes(data))
 
 
+class Shard:
+    """Rows that came from another process, as they came: what they are is not unpickled before somebody asks.
+
+    Args:
+        size: number of rows.
+        schema: pickle of the columns' names and signatures, equal for shards that can be concatenated.
+        table: pickle of the columns' row numbers and pieces.
+        names: of the objects in the store that the rows are in.
+
+    Attributes:
+        kept: what keeps these objects in the store.
+    """
+
+    def __init__(self, size: int, schema: bytes, table: bytes, names: tuple[bytes, ...]) -> None:
+        self.size, self.schema, self.table, self.names = size, schema, table, names
+        self.kept: list[Any] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.size, self.schema, self.table, self.names)
+
+    @staticmethod
+    def of(columns: Mapping[str, Column], put: Put) -> Shard:
+        """Rows as they are sent; what is in this process's memory is given to ``put``."""
+        moved: dict[int, Rows] = {}
+        columns = {key: portable(key, column, put, moved) for key, column in columns.items()}
+        places: dict[int, int] = {}  # of row numbers and of signatures, by identity: most columns share theirs
+        kinds: dict[Signature, int] = {}
+        rows, heads, entries = [], [], []
+        for key, column in columns.items():
+            if id(column.rows) not in places:
+                places[id(column.rows)] = len(rows)
+                index = column.rows.index
+                rows.append((column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index))
+            if id(column.signature) not in places:
+                places[id(column.signature)] = kinds.setdefault(column.signature, len(kinds))
+            heads.append((key, places[id(column.signature)]))
+            pieces = tuple([piece.entry or _entry(piece) for piece in column.pieces])
+            entries.append((places[id(column.rows)], pieces))
+        schema = [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds], heads
+        names = [handle.name for column in columns.values() for handle in column.handles if handle.name is not None]
+        size = len(next(iter(columns.values()), ()))
+        return Shard(size, pickle.dumps(schema, 5), pickle.dumps((rows, entries), 5), tuple(names))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody in this process has asked for the columns."""
+        return "columns" in self.__dict__
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The columns, whose pieces stay pickled until they are touched."""
+        rows, entries = pickle.loads(self.table)
+        numbers = [Rows(sizes, range(*index) if isinstance(index, tuple) else index) for sizes, index in rows]
+        columns = {
+            key: Column.untouched(signature, pieces, numbers[number])
+            for (key, signature), (number, pieces) in zip(_signatures(self.schema), entries, strict=True)
+        }
+        if self.kept:
+            for column in columns.values():
+                for handle in column.handles:
+                    handle.hold()  # a batch may go on with some columns only, and the shard be forgotten
+        return columns
+
+    @staticmethod
+    def concat(parts: Sequence[Sequence[Shard]]) -> list[Shard]:
+        """The shards of all parts; empty where a part has none, or they differ in their columns."""
+        shards = [shard for part in parts for shard in part]
+        return shards if all(parts) and len({shard.schema for shard in shards}) == 1 else []
+
+    @staticmethod
+    def within(shards: Sequence[Shard], wanted: Index) -> list[Shard]:
+        """The shards that are just the wanted rows; empty where rows and shards do not coincide."""
+        ends = list(accumulate((shard.size for shard in shards), initial=0))
+        if not isinstance(wanted, range) or wanted.start not in ends or wanted.stop not in ends:
+            return []
+        return list(shards[ends.index(wanted.start) : ends.index(wanted.stop)])
+
+
+@lru_cache(64)
+def _signatures(schema: bytes) -> list[tuple[str, Signature]]:
+    """The columns' names and signatures: step after step they are the same."""
+    kinds, heads = pickle.loads(schema)
+    signatures = [Signature(*kind) for kind in kinds]
+    return [(key, signatures[kind]) for key, kind in heads]
+
+
 class Parcel:
     """A DataProto on its way: unpickles as the DataProto, whose rows stay where they are.
 
     Pickling a DataProto itself reads all of its columns, so that the pickle can be read anywhere and at any time.
 
     Args:
-        columns: portable ones.
+        shards: its rows.
         meta_info: packed.
     """
 
-    def __init__(self, columns: dict[str, Column], meta_info: dict[str, Any]) -> None:
-        self._columns, self._meta_info = columns, meta_info
+    def __init__(self, shards: Sequence[Shard], meta_info: dict[str, Any]) -> None:
+        self.shards, self.meta_info = shards, meta_info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickle of its own: the sender's pickler may look more closely at each class than these need.
-        return open_parcel, (pickle.dumps(_table(self._columns), protocol=5), self._meta_info)
-
-
-def _table(columns: dict[str, Column]) -> tuple[Any, ...]:
-    """Columns as tuples, whose pickle is a fraction of the objects': row numbers, signatures, and what has which."""
-    places: dict[int, int] = {}  # of row numbers and of signatures, by identity: most columns share theirs
-    kinds: dict[Signature, int] = {}
-    rows, entries = [], []
-    for key, column in columns.items():
-        if id(column.rows) not in places:
-            places[id(column.rows)] = len(rows)
-            index = column.rows.index
-            rows.append((column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index))
-        if id(column.signature) not in places:
-            places[id(column.signature)] = kinds.setdefault(column.signature, len(kinds))
-        pieces = tuple([piece.entry or _entry(piece) for piece in column.pieces])
-        entries.append((key, places[id(column.signature)], places[id(column.rows)], pieces))
-    return rows, [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds], entries
+        return open_parcel, (list(self.shards), self.meta_info)
 
 
 def _entry(piece: Piece) -> bytes:
     return pickle.dumps((piece.size, *(handle.__reduce__() for handle in piece.handles)), protocol=5)
 
 
-def open_parcel(table: bytes, meta_info: dict[str, Any]) -> Any:
+def open_parcel(shards: list[Shard], meta_info: dict[str, Any]) -> Any:
     """The DataProto of a parcel."""
     from hybridflow.protocol.data import DataProto
 
-    rows, kinds, entries = pickle.loads(table)
-    numbers = [Rows(sizes, range(*index) if isinstance(index, tuple) else index) for sizes, index in rows]
-    signatures = [Signature(*kind) for kind in kinds]
-    columns = {
-        key: Column.untouched(signatures[kind], pieces, numbers[number]) for key, kind, number, pieces in entries
-    }
-    return DataProto._of(columns, meta_info)
+    return DataProto._of_shards(shards, meta_info)

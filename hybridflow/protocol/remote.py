@@ -37,8 +37,14 @@ class Handle:
     portable = True
     """Whether another process can use it."""
 
+    name: bytes | None = None
+    """Of the object in the store that it stands for, which somebody has to keep there; None for other parts."""
+
     _part: Part | None = None
     _version = 0
+
+    def hold(self) -> None:
+        """Keep the object alive for as long as this handle."""
 
     @property
     def key(self) -> Any:
@@ -355,7 +361,7 @@ class Column:
         """
         first = columns[0].signature
         for index, column in enumerate(columns):
-            if column.signature != first:
+            if column.signature is not first and column.signature != first:
                 raise DataError(
                     f"concat: column {key!r} is {first} in part 0 but {column.signature} in part {index}. Give all "
                     f"parts one dtype, device and trailing shape; rows of different lengths go in "
@@ -373,7 +379,19 @@ class Column:
         return Column(first, tuple(piece for _, piece in pieces.values()), shared[known])
 
 
-def common_names(parts: Sequence[Mapping[str, Column]]) -> list[str]:
+def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Rows of all parts in order, column by column.
+
+    Raises:
+        DataError: names the column and the part where a part lacks one, or signatures differ.
+    """
+    if len(parts) == 1:
+        return dict(parts[0])
+    shared: dict[Any, Rows] = {}
+    return {key: Column.concat(key, [part[key] for part in parts], shared) for key in _common_names(parts)}
+
+
+def _common_names(parts: Sequence[Mapping[str, Column]]) -> list[str]:
     """Names of the columns of parts to concatenate. Raises DataError that names what a part lacks."""
     names = list(dict.fromkeys(key for part in parts for key in part))
     for index, part in enumerate(parts):

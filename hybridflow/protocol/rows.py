@@ -197,6 +197,13 @@ def permutation(index: Any, size: int) -> np.ndarray:
     return rows
 
 
+def chunk_rows(num_rows: int, num_chunks: int) -> list[range]:
+    """Runs of neighbouring rows whose lengths differ by at most one, the longer ones first."""
+    base, extra = divmod(num_rows, num_chunks)
+    bounds = [chunk * base + min(chunk, extra) for chunk in range(num_chunks + 1)]
+    return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(num_chunks)]
+
+
 def mini_batches(
     size: int, mini_batch_size: int, epochs: int, seed: int | None, shuffle: bool | None
 ) -> Iterator[np.ndarray]:

@@ -74,7 +74,9 @@ class PackedBytes:
 
 def raw_bytes(tensor: torch.Tensor) -> tuple[Any, str, tuple[int, ...]]:
     """The elements of a dense tensor as a uint8 array, in place where it can be; its dtype's name and its shape."""
-    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.device.type == "cpu" and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    if not (plain and tensor.is_contiguous()):
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # A single element may keep any stride, even where the tensor is contiguous, and view() wants 1.
     raw = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return raw, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

@@ -35,7 +35,7 @@ from hybridflow.errors import ConfigError, DataError, nearest
 from hybridflow.protocol.columns import short
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.meta import join_metric
-from hybridflow.protocol.rows import row_numbers
+from hybridflow.protocol.rows import chunk_rows, row_numbers
 from hybridflow.resharding.layout import Layout, generation_of, training_of
 
 PADDED_ROWS = "padded_rows"
@@ -251,13 +251,6 @@ def collect_generation(layout: Layout, call: Call, dispatch: Dispatch, outputs: 
 def _collector_ranks(layout: Layout) -> list[int]:
     ranks = [rank for rank in range(layout.world_size) if layout.is_collector(rank)]
     return sorted(ranks, key=lambda rank: layout.coordinates(rank).dp)
-
-
-def chunk_rows(num_rows: int, num_chunks: int) -> list[range]:
-    """Runs of neighbouring rows whose lengths differ by at most one, the longer ones first."""
-    base, extra = divmod(num_rows, num_chunks)
-    bounds = [chunk * base + min(chunk, extra) for chunk in range(num_chunks + 1)]
-    return [range(bounds[chunk], bounds[chunk + 1]) for chunk in range(num_chunks)]
 
 
 def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:

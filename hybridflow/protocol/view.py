@@ -6,7 +6,7 @@ one checks its rows. Invariant: a DataProto is as consistent after an assignment
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from hybridflow.errors import DataError, MissingColumn, nearest
 from hybridflow.protocol import columns as col
 from hybridflow.protocol.remote import Column
+from hybridflow.protocol.rows import Rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -98,6 +99,22 @@ class TensorView(ColumnView):
         return TensorDict(dict(self.items()), batch_size=self.batch_size)
 
 
+def built(tensors: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Column]:
+    """Columns from what a user gave. Raises DataError that names the column and the fix; see ``DataProto``."""
+    for key in objects:
+        if key in tensors:
+            raise DataError(f"column {key!r} is given as a tensor and as an object column: rename one.")
+    columns: dict[str, Column] = {}
+    rows: Rows | None = None
+    for key, value in (*tensors.items(), *((key, col.as_objects(key, cells)) for key, cells in objects.items())):
+        if key in tensors and not isinstance(value, torch.Tensor):
+            raise DataError(f"column {key!r} is a {type(value).__name__}: give a torch.Tensor [B, ...].")
+        columns[key] = Column.checked(key, value, rows)
+        rows = columns[key].rows
+    check_rows(columns)
+    return columns
+
+
 def check_rows(columns: dict[str, Column]) -> None:
     """All columns have the same number of rows. Raises DataError: names both columns, both numbers and the fix."""
     first = next(iter(columns), "")
@@ -107,6 +124,25 @@ def check_rows(columns: dict[str, Column]) -> None:
                 f"column {key!r} has {len(column)} rows, column {first!r} has {len(columns[first])}: all columns of a "
                 f"DataProto have the same number of rows. Repeat or drop rows before you combine them."
             )
+
+
+def known_names(
+    method: str, kind: str, wanted: str | Iterable[str] | None, known: Iterable[str], columns: Container[str]
+) -> list[str]:
+    """The wanted names as a list; None is all that are known. Raises DataError for one that is not known.
+
+    Args:
+        method, kind: for the message.
+        columns: those of the batch, of both kinds.
+    """
+    known = list(known)
+    names = known if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    for name in names:
+        if name not in known:
+            # Most often the name is right and the kind is wrong.
+            place = " It is a column of the other kind." if name in columns else ""
+            raise DataError(f"{method}: no {name!r} in {kind}.{place}{nearest(str(name), known)}")
+    return names
 
 
 def refuse_written(where: str, columns: dict[str, Column]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import torch
 
 from hybridflow.config import RunConfig
 from hybridflow.controller.call import Answer, Request
-from hybridflow.controller.message import message, opened
+from hybridflow.controller.message import opened
 from hybridflow.controller.process import INTERRUPT, DeviceProcess, interface_of
 from hybridflow.platform import CPU
 from hybridflow.resharding.layout import ParallelLayout
@@ -27,14 +28,15 @@ def process(ray_session: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Devic
         monkeypatch.setenv(name, os.environ.get(name, ""))
     before, threads = signal.getsignal(INTERRUPT), torch.get_num_threads()
     found = DeviceProcess("here", 0, CPU, threads)
-    assert Answer(*opened(found.create("echo", Echo, ParallelLayout(), RunConfig(name="test")))).error is None
+    given = pickle.dumps((Echo, ParallelLayout(), RunConfig(name="test")))
+    assert Answer(*opened(found.create("echo", given))).error is None
     yield found
     signal.signal(INTERRUPT, before)
 
 
 def call(process: DeviceProcess, failures: int) -> Answer:
-    request = Request("echo", "nap", None, True, failures, message(((0.0,), {})))
-    return Answer(*opened(process.call(message(tuple(request)))))
+    request = Request("echo", "nap", None, True, failures, pickle.dumps(((0.0,), {})))
+    return Answer(*opened(process.call([], tuple(request))))
 
 
 def test_a_call_that_is_cancelled_before_it_begins_does_not_run(process: DeviceProcess):

@@ -9,7 +9,7 @@ import torch
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.remote import Inline, Local
-from tests.protocol.shelf import LOADED, OBJECTS, OnShelf, away_if_large, in_pieces, same, sent
+from tests.protocol.shelf import LOADED, OBJECTS, OnShelf, always_away, away_if_large, in_pieces, same, sent
 from tests.protocol.table import A, B, C, rows, table
 
 
@@ -80,6 +80,41 @@ def test_a_column_that_has_come_stays_pickled_until_it_is_touched_and_goes_on_as
     again = sent(data)
     assert again.columns["jagged"].entries == entries is not None
     assert same(again["jagged"], wide(12)["jagged"]) and same(again["cell"], wide(12)["cell"])
+
+
+def test_what_a_process_has_sent_goes_on_as_it_came_where_a_cut_leaves_it_whole():
+    data = in_pieces(wide(12), [4, 8])
+    shards = list(data._shards)
+    assert [shard.size for shard in shards] == [4, 4, 4] and len(data) == 12
+    parts = data.chunk(3)
+    again = DataProto.concat([parts[2], sent(parts[0])])
+    assert [part._shards for part in parts] == [[shard] for shard in shards] and len(again) == 8
+    assert not any(shard.is_open for shard in (*shards, *again._shards)), "nothing was unpickled for all that"
+    assert again["dense"][:, 0].tolist() == [16, 18, 20, 22, 0, 2, 4, 6] and again["cell"].tolist()[-1] == [3]
+    assert data[2:6]["dense"][:, 0].tolist() == [4, 6, 8, 10], "another cut takes rows of the columns"
+    assert [shard.is_open for shard in shards] == [True] * 3
+    assert parts[1]["dense"].tolist() == data["dense"][4:8].tolist()
+
+
+def test_parts_that_differ_in_their_columns_are_told_as_those_of_this_process_are():
+    part, other = sent(wide(4)), DataProto({"dense": torch.zeros(3, 2)}, {"cell": [[0]] * 3}, {"step": 1})
+    with pytest.raises(DataError, match=r"concat: part 1 of 2 lacks the columns \['jagged'\]"):
+        DataProto.concat([part, sent(other)])
+    with pytest.raises(
+        DataError, match=r"concat: column 'dense' is dense \[rows, 2\] float16 on cpu in part 0 but dense"
+    ):
+        DataProto.concat([sent(wide(4)).select(["dense"], []), sent(other.select(["dense"], []))])
+
+
+def test_a_write_is_told_by_every_batch_that_has_what_was_written_to():
+    data = in_pieces(wide(8), [4])
+    first, second = data.chunk(2)
+    first["dense"].add_(1)
+    with pytest.raises(DataError, match="test: column 'dense' was written to in place"):
+        data.parcel(always_away, "test")
+    with pytest.raises(DataError, match="concat: column 'dense' was written to in place"):
+        DataProto.concat([first, second])
+    assert sent(second)["dense"][:, 0].tolist() == [8, 10, 12, 14]
 
 
 def test_lengths_of_a_jagged_column_are_fetched_without_its_values():

@@ -1,0 +1,253 @@
+"""Lines: how the driver talks to a device process, once Ray has started it.
+
+Where it stands: ``group.py`` queues calls on the lines of a pool, ``future.py`` waits for their answers, and
+``process.py`` is the other end. Ray starts the process, watches over it and keeps its objects; a call does not go
+through Ray, which takes 2 ms of two cores to tell four processes something and to hear from them.
+
+Invariants: calls of a line run one at a time, in the order in which they were queued. Each end
+has a thread that always reads, so that neither ever waits for the other to make room. An object that a process has made
+for an answer stays in its store until the driver's last :class:`Lease` of it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from ray.exceptions import ActorUnavailableError
+
+from hybridflow.controller.message import Message
+from hybridflow.controller.store import Lease
+
+_RAYS_WORD = 30.0
+"""Seconds to wait for Ray to say what became of a process whose line is cut."""
+
+
+class Address(NamedTuple):
+    """Where a process listens, and the key that it lets its driver in by."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Asked:
+    """What a rank was asked, and its answer once that is there.
+
+    Args:
+        rank: of the process.
+        arrived: gets this object when it is answered.
+
+    Attributes:
+        message: of an :class:`~hybridflow.controller.call.Answer`; None until it is there.
+        leases: of the objects that were made for it.
+        error: Ray's word on the end of the process, instead of an answer.
+    """
+
+    __slots__ = ("arrived", "error", "followers", "leases", "message", "rank")
+
+    def __init__(self, rank: int, arrived: SimpleQueue[Asked]) -> None:
+        self.rank, self.arrived = rank, arrived
+        self.message: Message | None = None
+        self.leases: list[Lease] = []
+        self.error: BaseException | None = None
+        self.followers: list[Line] = []
+
+    @property
+    def done(self) -> bool:
+        return self.message is not None or self.error is not None
+
+    def settle(self) -> None:
+        """Tell who waits for it."""
+        self.arrived.put(self)
+        for line in self.followers:
+            line.flush()
+
+
+class _Queued(NamedTuple):
+    asked: Asked
+    method: str
+    arguments: tuple[Any, ...]
+    needs: Sequence[Asked]
+
+
+class Line:
+    """The driver's end.
+
+    Args:
+        address: of the process.
+        serving: Ray's reference to what the process does with its end: it is there, or an error, once that has ended.
+    """
+
+    def __init__(self, address: Address, serving: Any) -> None:
+        self._connection = Client((address.host, address.port), authkey=address.key)
+        self._socket = _prompt(self._connection)
+        self._queue: deque[_Queued] = deque()
+        self._asked: dict[int, Asked] = {}
+        self._numbers = itertools.count()
+        self._released: deque[bytes] = deque()
+        self._sending = threading.Lock()
+        self._cut: BaseException | None = None
+        self._driver = os.getpid()
+        self._served: Future[Any] = serving.future()
+        # A child that the process has forked may keep the line open when the process is gone.
+        self._served.add_done_callback(lambda _: self._shut(socket.SHUT_RD))
+        threading.Thread(target=self._listen, name="line", daemon=True).start()
+
+    def call(self, asked: Asked, method: str, *arguments: Any, needs: Sequence[Asked] = ()) -> None:
+        """Queue a call of the process.
+
+        Args:
+            asked: what the call is known by.
+            method: ``call`` or ``create`` of DeviceProcess.
+            arguments: as bytes and other plain values.
+            needs: answers of other lines, whose messages are further arguments: the call is sent once they are there.
+        """
+        self._queue.append(_Queued(asked, method, arguments, needs))
+        for need in needs:
+            need.followers.append(self)
+        self.flush()
+
+    def release(self, name: bytes) -> None:
+        """The driver has no use any more for an object that the process has made. May be called at any time."""
+        if self._cut is None and os.getpid() == self._driver:  # a child that the driver has forked has a copy of it all
+            self._released.append(name)
+            self.flush()
+
+    def close(self) -> None:
+        """The process ends its service once it has done what is queued."""
+        self._shut(socket.SHUT_WR)
+
+    def _shut(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(how)
+
+    def _ready(self) -> bool:
+        if self._released:
+            return True
+        with contextlib.suppress(IndexError):
+            return all(need.done for need in self._queue[0].needs)
+        return False
+
+    def flush(self) -> None:
+        """Send what is ready, unless another caller does so at this moment, who then looks again.
+
+        Nobody waits for the lock: a lease may end inside of this very code, wherever Python collects garbage.
+        """
+        while self._ready() and self._sending.acquire(blocking=False):
+            try:
+                while self._ready():
+                    self._send_next()
+            finally:
+                self._sending.release()
+
+    def _send_next(self) -> None:
+        if self._released:
+            names = [self._released.popleft() for _ in range(len(self._released))]
+            self._send(names)
+            return
+        asked, method, arguments, needs = self._queue.popleft()
+        asked.error = self._cut or next((need.error for need in needs if need.error is not None), None)
+        if asked.error is not None:
+            asked.settle()
+            return
+        number = next(self._numbers)
+        self._asked[number] = asked
+        self._send((number, method, *arguments, *(need.message for need in needs)))
+
+    def _send(self, value: Any) -> None:
+        with contextlib.suppress(OSError):  # the line is cut, which the listener tells
+            self._connection.send_bytes(pickle.dumps(value, protocol=5))
+
+    def _listen(self) -> None:
+        for number, message, names in _received(self._connection):
+            asked = self._asked.pop(number)
+            asked.leases = [Lease(name, release=self.release) for name in names]
+            asked.message = message
+            asked.settle()
+            del asked
+        try:
+            error = self._served.exception(_RAYS_WORD)
+        except TimeoutError:
+            error = None
+        with self._sending:
+            self._cut = error or ActorUnavailableError("its line is cut", None)
+        while self._asked:
+            _, asked = self._asked.popitem()
+            asked.error = self._cut
+            asked.settle()
+        self.flush()
+
+
+class Served:
+    """The process's end."""
+
+    def __init__(self, host: str) -> None:
+        key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), authkey=key)
+        _, port = self._listener.address
+        self.address = Address(host, int(port), key)
+        self._made: dict[bytes, Any] = {}
+
+    def calls(self) -> Iterator[tuple[Any, ...]]:
+        """Number, method and arguments of each call, until the driver is gone or has closed the line."""
+        self._connection = self._accepted()
+        _prompt(self._connection)
+        queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        threading.Thread(target=self._receive, args=(queue,), name="line", daemon=True).start()
+        while (call := queue.get()) is not None:
+            yield call
+
+    def _accepted(self) -> Connection:
+        """The driver's connection: who else knocks is not let in."""
+        with self._listener:
+            while True:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                    return self._listener.accept()
+
+    def answer(self, number: int, message: Message, made: Sequence[Any]) -> None:
+        """Answer a call.
+
+        Args:
+            made: references to the objects that were put in the store for it.
+        """
+        names = [ref.binary() for ref in made]
+        self._made.update(zip(names, made, strict=True))
+        with contextlib.suppress(OSError):  # the driver is gone
+            self._connection.send_bytes(pickle.dumps((number, message, names), protocol=5))
+
+    def _receive(self, queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
+        for value in _received(self._connection):
+            if isinstance(value, tuple):
+                queue.put(value)
+            else:
+                for name in value:
+                    self._made.pop(name, None)
+        queue.put(None)
+
+
+def _received(connection: Connection) -> Iterator[Any]:
+    """What comes over a connection, until it ends."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            yield pickle.loads(connection.recv_bytes())
+
+
+def _prompt(connection: Connection) -> socket.socket:
+    """The socket of a connection, which sends small messages at once, and notices where the other node is gone."""
+    found = socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return found

@@ -1,0 +1,167 @@
+"""The line between the driver and a process: order, objects that are let go, and its ends. No Ray here."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import threading
+from concurrent.futures import Future
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import pytest
+
+from hybridflow.controller.line import Asked, Line, Served
+
+
+class Ref:
+    """What the line uses of Ray's reference to an object."""
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+
+    def binary(self) -> bytes:
+        return self.name
+
+
+class Process:
+    """The other end, in a thread, which does what it is told: ``echo`` or ``make`` an object of a name."""
+
+    def __init__(self) -> None:
+        self.served = Served("127.0.0.1")
+        self.made: list[bytes] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.end: Future[None] = Future()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def future(self) -> Future[None]:
+        return self.end
+
+    def _serve(self) -> None:
+        for number, method, *given in self.served.calls():
+            self.go_on.wait(10)
+            made = [Ref(given[0])] if method == "make" else []
+            self.served.answer(number, pickle.dumps((method, given)), made)
+        if not self.end.done():
+            self.end.set_result(None)
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+def asked_of(line: Line, arrived: SimpleQueue[Asked], *call: Any, needs: tuple[Asked, ...] = ()) -> Asked:
+    asked = Asked(0, arrived)
+    line.call(asked, *call, needs=needs)
+    return asked
+
+
+def said(asked: Asked) -> Any:
+    assert asked.message is not None
+    return pickle.loads(asked.message)  # type: ignore[arg-type]
+
+
+def test_calls_are_answered_in_order_however_large_and_many_they_are(process: Process):
+    """More bytes than the sockets hold go out and come back before either end does anything else."""
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    process.go_on.clear()
+    sent = [asked_of(line, arrived, "echo", bytes([n]) * 500_000) for n in range(60)]
+    process.go_on.set()
+    assert [arrived.get(timeout=30) for _ in sent] == sent
+    assert [said(asked)[1][0][:1] for asked in sent] == [bytes([n]) for n in range(60)]
+
+
+def test_a_call_waits_for_the_answers_it_takes_and_holds_back_those_behind_it(process: Process):
+    other = Process()
+    first, second = Line(process.served.address, process), Line(other.served.address, other)
+    arrived: SimpleQueue[Asked] = SimpleQueue()
+    process.go_on.clear()
+    made = asked_of(first, arrived, "echo", b"given")
+    taking = asked_of(second, arrived, "take", needs=(made,))
+    behind = asked_of(second, arrived, "echo", b"behind")
+    with pytest.raises(Empty):
+        arrived.get(timeout=0.2)
+    process.go_on.set()
+    assert [arrived.get(timeout=10) for _ in range(3)] == [made, taking, behind]
+    assert said(taking) == ("take", [made.message])
+
+
+def test_a_process_keeps_what_it_has_made_until_the_driver_has_let_it_go(process: Process):
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    asked = asked_of(line, arrived, "make", b"an object")
+    arrived.get(timeout=10)
+    (lease,) = asked.leases
+    assert list(process.served._made) == [b"an object"]
+    del asked
+    gc.collect()
+    asked_of(line, arrived, "echo")
+    arrived.get(timeout=10)
+    assert list(process.served._made) == [b"an object"], "a lease of it lives"
+    child = os.fork()
+    if not child:
+        line.release(b"an object")
+        os._exit(0)
+    os.waitpid(child, 0)
+    asked_of(line, arrived, "echo")
+    arrived.get(timeout=10)
+    assert list(process.served._made) == [b"an object"], "a child that ends says nothing"
+    del lease
+    asked_of(line, arrived, "echo")
+    arrived.get(timeout=10)  # behind the word on the lease
+    assert list(process.served._made) == []
+
+
+def test_what_is_queued_is_done_before_a_closed_line_ends(process: Process):
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    process.go_on.clear()
+    sent = [asked_of(line, arrived, "echo", n) for n in range(3)]
+    line.close()
+    process.go_on.set()
+    assert [said(arrived.get(timeout=10))[1] for _ in sent] == [[0], [1], [2]]
+    process.thread.join(10)
+    assert not process.thread.is_alive()
+
+
+def test_rays_word_on_a_process_answers_all_that_it_was_asked(process: Process):
+    """Also where the line stays open, as one does that the process's own child has."""
+    other = Process()
+    line, following = Line(process.served.address, process), Line(other.served.address, other)
+    arrived: SimpleQueue[Asked] = SimpleQueue()
+    answered = asked_of(line, arrived, "echo")
+    assert arrived.get(timeout=10) is answered
+    process.go_on.clear()
+    asked = [asked_of(line, arrived, "echo", n) for n in range(2)]
+    taking = asked_of(following, arrived, "take", needs=(asked[1],))
+    gone = RuntimeError("the actor died")
+    process.end.set_exception(gone)
+    assert {arrived.get(timeout=10) for _ in range(3)} == {*asked, taking}
+    assert [one.error for one in (*asked, taking)] == [gone] * 3 and answered.error is None
+    late = asked_of(line, arrived, "echo")
+    assert arrived.get(timeout=10) is late and late.error is gone
+    behind = asked_of(following, arrived, "echo", 1)
+    assert arrived.get(timeout=10) is behind and said(behind) == ("echo", [1])
+
+
+def test_a_line_that_is_cut_while_ray_says_nothing_is_a_lost_connection(process: Process):
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    process.go_on.clear()
+    asked = asked_of(line, arrived, "echo")
+    end = socket.fromfd(process.served._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+    end.shutdown(socket.SHUT_RDWR)
+    process.go_on.set()
+    assert arrived.get(timeout=10) is asked and "its line is cut" in str(asked.error)
+
+
+def test_only_who_has_the_key_is_let_in(process: Process):
+    host, port, _ = process.served.address
+    with pytest.raises(AuthenticationError):
+        Client((host, port), authkey=b"guessed")
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    assert asked_of(line, arrived, "echo") is arrived.get(timeout=10), "who has it is, afterwards"
