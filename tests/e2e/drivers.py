@@ -85,7 +85,7 @@ class Driver:
 
         def reported() -> bool:
             assert not self._ended(), f"ended before step {step}:\n{self._tail()}"
-            return path.is_file() and f'"step": {step},' in path.read_text()
+            return path.is_file() and f'"step":{step},' in path.read_text()
 
         self._until(reported, timeout, f"step {step} is reported")
 
