@@ -9,7 +9,7 @@ but its rows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from hybridflow.algorithms.filters import overlong_penalty, without_overlong
 from hybridflow.algorithms.kl import KINDS, penalised
 from hybridflow.algorithms.losses import find_loss, select_clip_cov, select_kl_cov
 from hybridflow.algorithms.masked import check_finite
-from hybridflow.config import RLConfig, RunConfig
+from hybridflow.algorithms.objective import OWN
+from hybridflow.config import LossConfig, RLConfig, RunConfig
 from hybridflow.errors import ConfigError, DataError, nearest
 from hybridflow.importing import named, parameters_of
 from hybridflow.protocol.data import DataProto
@@ -87,18 +88,31 @@ def check_functions(config: RunConfig) -> None:
     Raises:
         ConfigError: names the setting, and what is there instead.
     """
-    find_loss(config.actor.loss.name)
-    named(config.actor.loss.kl_kind, KINDS, "actor.loss.kl_kind")
+    loss = config.actor.loss
+    _check_own(loss, f"actor.loss.name={loss.name!r}", find_loss(loss.name).reads)
+    named(loss.kl_kind, KINDS, "actor.loss.kl_kind")
     if isinstance(config, RLConfig):
         named(config.algorithm.kl_kind, KINDS, "algorithm.kl_kind")
         function = named(config.algorithm.estimator, ESTIMATORS, "algorithm.estimator")
         known = parameters_of(function)
+        needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        _check_own(loss, f"algorithm.estimator={config.algorithm.estimator!r}", needed)
         for option in config.algorithm.options:
             if known is not None and option not in known:
                 raise ConfigError(
                     f"algorithm.options.{option}: {config.algorithm.estimator} has no such argument."
                     f"{nearest(option, known)}"
                 )
+
+
+def _check_own(loss: LossConfig, reader: str, reads: Iterable[str]) -> None:
+    """Where the update's own log-probabilities are the old ones, ``actor.log_probs`` makes no columns."""
+    for name in ("log_probs", "entropy"):
+        if loss.old_log_probs == OWN and name in reads:
+            raise ConfigError(
+                f"actor.loss.old_log_probs={OWN!r}: {reader} reads the column {name}, which is not made then. "
+                f"Set actor.loss.old_log_probs=log_probs."
+            )
 
 
 class _Columns:

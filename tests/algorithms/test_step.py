@@ -153,6 +153,12 @@ def own(tmp_path) -> str:
         "def doubled(scores, mask, factor=2.0):\n"
         "    found = torch.where(mask, (factor * scores)[:, None], 0.0)\n"
         "    return found, found.clone()\n"
+        "def sharp(scores, mask, entropy):\n"
+        "    return doubled(scores, mask)\n"
+        "def maybe_sharp(scores, mask, entropy=None):\n"
+        "    return doubled(scores, mask)\n"
+        "def near(log_probs, old_log_probs, advantages, mask, config, entropy):\n"
+        "    return -advantages * entropy, {}\n"
         "def flat(scores, mask):\n"
         "    return scores, scores\n"
         "def alone(scores, mask):\n"
@@ -187,6 +193,16 @@ def test_functions_are_imported_before_a_run(own: str):
         check_functions(settings(LossConfig(name=f"{own}:flat")))
     with pytest.raises(ConfigError, match=r"algorithm.kl_kind='no_such.module:kl': there is no module 'no_such'"):
         check_functions(settings(kl_kind="no_such.module:kl"))
+
+
+def test_what_reads_columns_that_are_not_made_is_refused_before_a_run(own: str):
+    alone = LossConfig(old_log_probs="own")
+    check_functions(settings(alone, estimator=f"{own}:maybe_sharp"))
+    check_functions(settings(estimator=f"{own}:sharp"))
+    with pytest.raises(ConfigError, match=r"old_log_probs='own': algorithm.estimator='.*:sharp' reads the column entr"):
+        check_functions(settings(alone, estimator=f"{own}:sharp"))
+    with pytest.raises(ConfigError, match=r"'own': actor.loss.name='.*:near' reads the column entropy, which is not"):
+        check_functions(settings(LossConfig(name=f"{own}:near", old_log_probs="own")))
 
 
 @pytest.mark.parametrize("column", ["log_probs", "ref_log_probs"])
