@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from hybridflow.controller.store import Address, Lease, Stored, address_of, lease, reference, this_node
+from hybridflow.controller.store import Address, Lease, Stored, address_of, lease, this_node, values_at
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.parcel import INLINE_BYTES, Parcel, inline_or
@@ -93,7 +93,7 @@ def _is_plain(value: Any) -> bool:
 
 def opened(message: Message | Ready) -> Any:
     """The value of a message. Its rows in the store are there for as long as the sender keeps them."""
-    ready: Ready = ray.get(reference(message)) if isinstance(message, tuple) else message
+    ready: Ready = values_at([message])[0] if isinstance(message, tuple) else message
     if isinstance(ready, bytes):
         return pickle.loads(ready)
     data, buffers = ready
