@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -82,6 +83,9 @@ class DataFuture:
         self._failure: Failure | None = None
         self._value: Any = None
         self._collected = False
+        # Held by the thread that waits: any other finds the call as it stands. Reentrant, because Ctrl-C may come
+        # between the lock and what gives it back.
+        self._reading = threading.RLock()
 
     def __repr__(self) -> str:
         state = "failed" if self._failure else "waiting" if self._awaits else "running" if self._pending else "done"
@@ -100,7 +104,7 @@ class DataFuture:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the call's end, good or bad, or for ``timeout`` seconds."""
-        self._read(math.inf if timeout is None else time.monotonic() + timeout)
+        self._read_alone(math.inf if timeout is None else time.monotonic() + timeout)
         if not self._pending:
             self._group.pool.open_calls.pop(self, None)
 
@@ -136,11 +140,18 @@ class DataFuture:
         self._arrived = SimpleQueue()  # answers that come after a failure have rows too
         self._invocation = replace(self._invocation, call=Call(where=self._invocation.call.where))
 
+    def _read_alone(self, until: float) -> None:
+        if self._reading.acquire(timeout=-1 if until == math.inf else max(0.0, until - time.monotonic())):
+            try:
+                self._read(until)
+            finally:
+                self._reading.release()
+
     def _read(self, until: float) -> None:
         """Take answers as they come until all are in, one is an error, or the time or the call's own time is over."""
         while self._awaits and self._failure is None:
             first = self._awaits[0]
-            first._read(until)
+            first._read_alone(until)
             if first._failure is not None:
                 self._leave_out(first._failure)
             elif first._pending:
@@ -161,11 +172,12 @@ class DataFuture:
 
     def _take(self, until: float) -> bool:
         """Read the answer of the next rank that has one: value or error is kept. False if none came in time."""
-        left = None if until == math.inf else max(0.0, until - time.monotonic())
-        try:
-            asked = self._arrived.get(timeout=left)
-        except Empty:
-            return False
+        # By what the ranks hold: what was taken from the queue is lost where Ctrl-C comes before it has been read.
+        while (asked := next((one for one in self._asked if one.rank in self._pending and one.done), None)) is None:
+            try:
+                self._arrived.get(timeout=None if until == math.inf else max(0.0, until - time.monotonic()))
+            except Empty:
+                return False
         answer = self._answer(asked)
         self._pending.discard(asked.rank)
         self._outputs[asked.rank] = answer.value

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.controller.call import Invocation, Share
 from hybridflow.controller.future import Answered, Awaited, DataFuture
+from hybridflow.controller.line import uninterrupted
 from hybridflow.controller.message import message, packed, sendable
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
@@ -114,7 +115,6 @@ class WorkerGroup:
             if timeout is not None and not timeout > 0:
                 raise ConfigError(f"{self.role}.{name}(timeout={timeout!r}): give seconds above 0, or leave it out.")
             future = self._submit(name, registration, bound, timeout or self.timeout)
-            self.pool.open_calls[future] = None
             return future.result() if blocking else future
 
         call.__name__, call.__qualname__ = name, f"{self.role}.{name}"
@@ -156,7 +156,7 @@ class WorkerGroup:
             messages = {key: message(pack) for key, pack in packs.items()}
             shares, put = sendable([messages[id(share)] for share in by_rank])
         sends = invocation.protocol.answers
-        with self.pool.lock:
+        with uninterrupted(), self.pool.lock:
             known = self.pool.num_failures
             asked, arrived = self.pool.ask(
                 "call",
@@ -166,14 +166,16 @@ class WorkerGroup:
                 ],
                 awaited.answers,
             )
-        kept = [*packs.values(), *put, *awaited.answers]
-        return DataFuture(self, invocation, asked, arrived, timeout, dispatched, awaited.calls, kept)
+            kept = [*packs.values(), *put, *awaited.answers]
+            future = DataFuture(self, invocation, asked, arrived, timeout, dispatched, awaited.calls, kept)
+            self.pool.open_calls[future] = None
+            return future
 
     def _construct(self, worker: type[Worker] | str, config: RunConfig) -> None:
         """Create the worker of this role in every process of the pool."""
         self._refuse_after_failure("create")
         (arguments,), put = sendable([message((worker, self.layout, config))])
-        with self.pool.lock:
+        with uninterrupted(), self.pool.lock:
             asked, arrived = self.pool.ask("create", [(self.role, arguments)] * self.pool.size)
         registration = Registration(Protocol.ONE_TO_ALL)
         create = Invocation.of(self.role, "create", self.step, self.layout, registration, config, (), {})

@@ -16,13 +16,15 @@ import itertools
 import os
 import pickle
 import secrets
+import signal
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -31,8 +33,12 @@ from ray.exceptions import ActorUnavailableError
 from hybridflow.controller.message import Message
 from hybridflow.controller.store import Lease
 
-_RAYS_WORD = 30.0
-"""Seconds to wait for Ray to say what became of a process whose line is cut."""
+_RAYS_WORD = 5.0
+"""Seconds to wait for Ray to say what became of a process whose line is cut. It never does while a child lives that the
+process has forked, which has Ray's sockets too."""
+
+_HANDSHAKE = 30
+"""Seconds that a process has to let the driver in."""
 
 
 class Address(NamedTuple):
@@ -92,7 +98,7 @@ class Line:
     """
 
     def __init__(self, address: Address, serving: Any) -> None:
-        self._connection = Client((address.host, address.port), authkey=address.key)
+        self._connection = _let_in(address)
         self._socket = _prompt(self._connection)
         self._queue: deque[_Queued] = deque()
         self._asked: dict[int, Asked] = {}
@@ -102,8 +108,8 @@ class Line:
         self._cut: BaseException | None = None
         self._driver = os.getpid()
         self._served: Future[Any] = serving.future()
-        # A child that the process has forked may keep the line open when the process is gone.
-        self._served.add_done_callback(lambda _: self._shut(socket.SHUT_RD))
+        # A node that has fallen silent leaves the line open, also under a message that waits for room.
+        self._served.add_done_callback(lambda _: self._shut(socket.SHUT_RDWR))
         threading.Thread(target=self._listen, name="line", daemon=True).start()
 
     def call(self, asked: Asked, method: str, *arguments: Any, needs: Sequence[Asked] = ()) -> None:
@@ -146,12 +152,13 @@ class Line:
 
         Nobody waits for the lock: a lease may end inside of this very code, wherever Python collects garbage.
         """
-        while self._ready() and self._sending.acquire(blocking=False):
-            try:
-                while self._ready():
-                    self._send_next()
-            finally:
-                self._sending.release()
+        with uninterrupted():
+            while self._ready() and self._sending.acquire(blocking=False):
+                try:
+                    while self._ready():
+                        self._send_next()
+                finally:
+                    self._sending.release()
 
     def _send_next(self) -> None:
         if self._released:
@@ -168,8 +175,13 @@ class Line:
         self._send((number, method, *arguments, *(need.message for need in needs)))
 
     def _send(self, value: Any) -> None:
-        with contextlib.suppress(OSError):  # the line is cut, which the listener tells
+        try:
             self._connection.send_bytes(pickle.dumps(value, protocol=5))
+        except OSError:
+            pass  # the line is cut, which the listener tells
+        except BaseException:
+            self._shut(socket.SHUT_RDWR)  # what comes next would be taken for the rest of this
+            raise
 
     def _listen(self) -> None:
         for number, message, names in _received(self._connection):
@@ -195,27 +207,42 @@ class Served:
     """The process's end."""
 
     def __init__(self, host: str) -> None:
-        key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), authkey=key)
-        _, port = self._listener.address
-        self.address = Address(host, int(port), key)
+        self._listener = socket.create_server((host, 0))
+        _, port = self._listener.getsockname()
+        self.address = Address(host, port, secrets.token_bytes(32))
         self._made: dict[bytes, Any] = {}
 
     def calls(self) -> Iterator[tuple[Any, ...]]:
         """Number, method and arguments of each call, until the driver is gone or has closed the line."""
         self._connection = self._accepted()
         _prompt(self._connection)
+        os.register_at_fork(after_in_child=self._connection.close)  # the line ends with this process
         queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         threading.Thread(target=self._receive, args=(queue,), name="line", daemon=True).start()
         while (call := queue.get()) is not None:
             yield call
 
     def _accepted(self) -> Connection:
-        """The driver's connection: who else knocks is not let in."""
+        """The driver's connection: who else knocks is not let in, and keeps nobody waiting."""
+        let_in: SimpleQueue[Connection] = SimpleQueue()
+
+        def try_key(connection: Connection) -> None:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                deliver_challenge(connection, self.address.key)
+                answer_challenge(connection, self.address.key)
+                let_in.put(connection)
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # it is shut
+                while True:
+                    knocking, _ = self._listener.accept()
+                    threading.Thread(target=try_key, args=(Connection(knocking.detach()),), daemon=True).start()
+
+        threading.Thread(target=listen, daemon=True).start()
         with self._listener:
-            while True:
-                with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                    return self._listener.accept()
+            found = let_in.get()
+            self._listener.shutdown(socket.SHUT_RDWR)  # to close it would not wake the thread
+            return found
 
     def answer(self, number: int, message: Message, made: Sequence[Any]) -> None:
         """Answer a call.
@@ -238,6 +265,40 @@ class Served:
         queue.put(None)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C is heeded at the end: a call is queued on all ranks or on none. A second one is heeded at once."""
+    own = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(own):
+        yield  # Python runs its handlers in the main thread
+        return
+    came: list[Any] = []
+
+    def put_off(*given: Any) -> None:
+        came.append(given)
+        if len(came) > 1:
+            own(*given)
+
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+        if len(came) == 1:
+            own(*came[0])
+
+
+def _let_in(address: Address) -> Connection:
+    """The driver's connection to a process, once each has shown the other that it has the key."""
+    found = socket.create_connection((address.host, address.port), _HANDSHAKE)
+    found.settimeout(None)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE, 0))
+    connection = Connection(found.detach())
+    answer_challenge(connection, address.key)
+    deliver_challenge(connection, address.key)
+    return connection
+
+
 def _received(connection: Connection) -> Iterator[Any]:
     """What comes over a connection, until it ends."""
     with contextlib.suppress(EOFError, OSError):
@@ -248,6 +309,7 @@ def _received(connection: Connection) -> Iterator[Any]:
 def _prompt(connection: Connection) -> socket.socket:
     """The socket of a connection, which sends small messages at once, and notices where the other node is gone."""
     found = socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # of the handshake
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return found

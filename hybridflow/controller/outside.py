@@ -70,7 +70,7 @@ def cause_of_death(error: RayError, place: Place | None) -> str:
         most = f"; largest: {largest}" if largest else ""
         return f"its node ran out of memory ({memory[1]} used of {memory[2]}), so Ray ended it{most}"
     if isinstance(error, ActorUnavailableError):
-        return "the connection to it was lost: its node is gone or does not answer"
+        return "the connection to it was lost: a child of its own outlives it, or its node is gone or silent"
     if "killed by `ray.kill`" in text:
         return "it was ended by ray.kill"
     crash = _each(_last_words, [place], seconds=_LOG_SECONDS)[0] if place else ""

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridflow.controller.future import together
+from hybridflow.controller import future as futures
+from hybridflow.controller.future import DataFuture, together
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.data.batching import keep_groups
 from hybridflow.errors import DataError, WorkerDiedError, WorkerError
@@ -200,3 +201,61 @@ def test_a_call_ends_with_the_one_that_it_belongs_to(ray_session: str):
         sender, receiver = group_on(left, "sender"), group_on(right, "receiver")
         with pytest.raises(WorkerDiedError, match="sender.crash failed on rank 0: the process is gone"):
             together(receiver.nap(600.0, blocking=False), sender.crash(0, "exit", blocking=False))
+
+
+def test_an_answer_is_not_lost_where_ctrl_c_comes_while_it_is_read(two: ResourcePool, monkeypatch: pytest.MonkeyPatch):
+    def pressed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    rollout = group_on(two, "rollout", RowWorker)
+    made = rollout.work(numbers(3), 0.0, blocking=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(futures, "opened", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            made.result()
+    assert made.result(timeout=20)["x"].tolist() == [1, 2, 3]
+
+
+def test_threads_that_ask_for_one_future_all_get_its_value(two: ResourcePool):
+    """A thread that calls a group looks at all of its pool's open calls, also those that another thread waits for."""
+    rollout = group_on(two, "rollout", RowWorker)
+    made = rollout.work(numbers(3), 0.3, blocking=False)
+    values: list[DataProto] = []
+    waiting = [threading.Thread(target=lambda: values.append(made.result()), daemon=True) for _ in range(2)]
+    [thread.start() for thread in waiting]
+    until = time.monotonic() + 20
+    while not made.done() and time.monotonic() < until:
+        pass
+    [thread.join(5) for thread in waiting]
+    assert [value["x"].tolist() for value in values] == [[1, 2, 3]] * 2
+
+
+def test_a_call_is_queued_on_all_ranks_or_on_none(two: ResourcePool, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C behind the first rank does not leave the others without the call."""
+    rollout = group_on(two, "rollout", RowWorker)
+    queue = two.lines[0].call
+
+    def queue_under_ctrl_c(*args: object, **kwargs: object) -> None:
+        queue(*args, **kwargs)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.lines[0], "call", queue_under_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.work(numbers(3), 0.0)
+    (interrupted,) = two.open_calls
+    assert interrupted.result(timeout=20)["x"].tolist() == [1, 2, 3]
+
+
+def test_open_calls_are_known_in_the_order_in_which_they_were_queued(two: ResourcePool):
+    """A second thread cannot queue its call between the two."""
+
+    class Ordered(dict[DataFuture, None]):
+        def __setitem__(self, call: DataFuture, value: None) -> None:
+            held.append(two.lock.locked())
+            super().__setitem__(call, value)
+
+    held: list[bool] = []
+    rollout, two.open_calls = group_on(two, "rollout", RowWorker), Ordered(two.open_calls)
+    rollout.work(numbers(3), 0.0)
+    assert held == [True]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
@@ -15,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.controller.line import Asked, Line, Served
+from hybridflow.controller import line as lines
+from hybridflow.controller.line import Asked, Line, Served, uninterrupted
 
 
 class Ref:
@@ -55,6 +58,13 @@ class Process:
 @pytest.fixture
 def process() -> Process:
     return Process()
+
+
+class Deaf(Process):
+    """One that lets the driver in and reads nothing."""
+
+    def _serve(self) -> None:
+        self.connection = self.served._accepted()
 
 
 def asked_of(line: Line, arrived: SimpleQueue[Asked], *call: Any, needs: tuple[Asked, ...] = ()) -> Asked:
@@ -130,7 +140,7 @@ def test_what_is_queued_is_done_before_a_closed_line_ends(process: Process):
 
 
 def test_rays_word_on_a_process_answers_all_that_it_was_asked(process: Process):
-    """Also where the line stays open, as one does that the process's own child has."""
+    """Also where the line stays open, as that to a silent node does."""
     other = Process()
     line, following = Line(process.served.address, process), Line(other.served.address, other)
     arrived: SimpleQueue[Asked] = SimpleQueue()
@@ -151,6 +161,8 @@ def test_rays_word_on_a_process_answers_all_that_it_was_asked(process: Process):
 
 def test_a_line_that_is_cut_while_ray_says_nothing_is_a_lost_connection(process: Process):
     line, arrived = Line(process.served.address, process), SimpleQueue()
+    asked_of(line, arrived, "echo")
+    arrived.get(timeout=10)
     process.go_on.clear()
     asked = asked_of(line, arrived, "echo")
     end = socket.fromfd(process.served._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
@@ -159,9 +171,86 @@ def test_a_line_that_is_cut_while_ray_says_nothing_is_a_lost_connection(process:
     assert arrived.get(timeout=10) is asked and "its line is cut" in str(asked.error)
 
 
+def test_a_child_that_a_process_forks_has_no_part_of_its_line(process: Process):
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    asked_of(line, arrived, "echo")
+    arrived.get(timeout=10)
+    child = os.fork()
+    if not child:
+        os._exit(0 if process.served._connection.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0 and not process.served._connection.closed
+
+
 def test_only_who_has_the_key_is_let_in(process: Process):
     host, port, _ = process.served.address
     with pytest.raises(AuthenticationError):
         Client((host, port), authkey=b"guessed")
     line, arrived = Line(process.served.address, process), SimpleQueue()
     assert asked_of(line, arrived, "echo") is arrived.get(timeout=10), "who has it is, afterwards"
+
+
+def test_strangers_that_stay_keep_nobody_waiting(process: Process):
+    host, port, _ = process.served.address
+    strangers = [socket.create_connection((host, port)) for _ in range(4)]
+    for stranger, said_first in zip(
+        strangers, (b"", b"\0\0", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x20half"), strict=True
+    ):
+        stranger.sendall(said_first)
+    time.sleep(0.1)
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    assert asked_of(line, arrived, "echo") is arrived.get(timeout=10)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port))
+    [stranger.close() for stranger in strangers]
+
+
+def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines, "_HANDSHAKE", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
+        Line(lines.Address(*silent.getsockname(), key=b"any"), process)
+
+
+def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
+    process, gone = Deaf(), RuntimeError("the actor died")
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    sending = threading.Thread(target=asked_of, args=(line, arrived, "echo", bytes(2**25)), daemon=True)
+    sending.start()
+    sending.join(0.3)
+    assert sending.is_alive(), "more than the sockets hold"
+    process.end.set_exception(gone)
+    assert arrived.get(timeout=10).error is gone
+
+
+def test_a_message_that_was_sent_in_part_is_the_last_of_its_line():
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    process = Deaf()
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(Alarm):
+            asked_of(line, arrived, "echo", bytes(2**25))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    process.end.set_result(None)
+    assert "its line is cut" in str(arrived.get(timeout=10).error)
+    late = asked_of(line, arrived, "echo")
+    assert arrived.get(timeout=10) is late and "its line is cut" in str(late.error)
+
+
+def test_ctrl_c_waits_for_what_must_be_whole_and_a_second_one_does_not():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        with uninterrupted():
+            reached.append("end")
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("not this")
+    assert reached == ["end"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -72,10 +72,10 @@ def test_rays_word_on_a_death_is_cut_to_one_line(message: str, cause: str):
     assert outside.cause_of_death(died(message), None) == cause
 
 
-def test_a_lost_connection_is_said_to_be_the_nodes():
+def test_a_lost_connection_says_what_it_may_be():
     error = ActorUnavailableError("RpcError: RPC error: Socket closed rpc_code: 14", b"\0" * 16)
     assert outside.cause_of_death(error, Place(1, "10.0.0.2", 77, node_id="gone", log="/tmp/gone.err")) == (
-        "the connection to it was lost: its node is gone or does not answer"
+        "the connection to it was lost: a child of its own outlives it, or its node is gone or silent"
     )
 
 
