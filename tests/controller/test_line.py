@@ -221,13 +221,14 @@ def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
     assert arrived.get(timeout=10).error is gone
 
 
-def test_a_message_that_was_sent_in_part_is_the_last_of_its_line():
+def test_a_message_that_was_sent_in_part_is_the_last_of_its_line(monkeypatch: pytest.MonkeyPatch):
     class Alarm(Exception):
         pass
 
     def ring(*_: object) -> None:
         raise Alarm
 
+    monkeypatch.setattr(lines, "_RAYS_WORD", 0.1)
     process = Deaf()
     line, arrived = Line(process.served.address, process), SimpleQueue()
     before = signal.signal(signal.SIGALRM, ring)
@@ -237,7 +238,6 @@ def test_a_message_that_was_sent_in_part_is_the_last_of_its_line():
             asked_of(line, arrived, "echo", bytes(2**25))
     finally:
         signal.signal(signal.SIGALRM, before)
-    process.end.set_result(None)
     assert "its line is cut" in str(arrived.get(timeout=10).error)
     late = asked_of(line, arrived, "echo")
     assert arrived.get(timeout=10) is late and "its line is cut" in str(late.error)
