@@ -77,7 +77,9 @@ class Asked:
 
     def settle(self) -> None:
         """Tell who waits for it."""
-        self.arrived.put(self)
+        arrived = self.arrived
+        del self.arrived  # which has this object from now on: its leases are not to wait for Python to find a cycle
+        arrived.put(self)
         for line in self.followers:
             line.flush()
 
