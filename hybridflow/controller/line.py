@@ -209,8 +209,9 @@ class Served:
     """The process's end."""
 
     def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0))
-        _, port = self._listener.getsockname()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        port = self._listener.getsockname()[1]
         self.address = Address(host, port, secrets.token_bytes(32))
         self._made: dict[bytes, Any] = {}
 
@@ -310,7 +311,7 @@ def _received(connection: Connection) -> Iterator[Any]:
 
 def _prompt(connection: Connection) -> socket.socket:
     """The socket of a connection, which sends small messages at once, and notices where the other node is gone."""
-    found = socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+    found = socket.socket(fileno=os.dup(connection.fileno()))
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # of the handshake
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

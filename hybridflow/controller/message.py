@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayError
 
 from hybridflow.controller.store import Address, Lease, Stored, address_of, lease, this_node, values_at
 from hybridflow.errors import DataError
@@ -55,7 +56,9 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
 
         try:
             return inline_or(store, part, cloudpickle.dumps)  # classes and functions of a script travel by value
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except RayError:
+            raise  # the store is full, or gone
+        except Exception as error:  # a cell may raise anything when it is pickled
             raise DataError(
                 f"column {column!r} of {origin} has a cell that cannot be sent to another process "
                 f"({type(error).__name__}: {error}). Keep what can be pickled, or leave the column out with select."

@@ -34,8 +34,8 @@ class Ref:
 class Process:
     """The other end, in a thread, which does what it is told: ``echo`` or ``make`` an object of a name."""
 
-    def __init__(self) -> None:
-        self.served = Served("127.0.0.1")
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.served = Served(host)
         self.made: list[bytes] = []
         self.go_on = threading.Event()
         self.go_on.set()
@@ -86,6 +86,14 @@ def test_calls_are_answered_in_order_however_large_and_many_they_are(process: Pr
     process.go_on.set()
     assert [arrived.get(timeout=30) for _ in sent] == sent
     assert [said(asked)[1][0][:1] for asked in sent] == [bytes([n]) for n in range(60)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="this machine has no IPv6")
+def test_a_line_may_go_over_ipv6():
+    process = Process("::1")
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    asked = asked_of(line, arrived, "echo", 7)
+    assert arrived.get(timeout=10) is asked and said(asked) == ("echo", [7])
 
 
 def test_a_call_waits_for_the_answers_it_takes_and_holds_back_those_behind_it(process: Process):

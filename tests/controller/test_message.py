@@ -73,7 +73,13 @@ def test_cells_of_a_class_of_the_drivers_script_arrive_elsewhere(tmp_path: Path)
     assert [cell(3) for cell in batch["twice"]] == [6, 6]
 
 
-def test_a_cell_that_cannot_be_sent_is_named_with_its_column() -> None:
-    batch = DataProto(non_tensor_batch={"lock": [threading.Lock()]})
+class Stubborn:
+    def __reduce__(self) -> str:
+        raise RuntimeError("not me")
+
+
+@pytest.mark.parametrize("cell", [threading.Lock(), Stubborn()])
+def test_a_cell_that_cannot_be_sent_is_named_with_its_column(cell: object) -> None:
+    batch = DataProto(non_tensor_batch={"lock": [cell]})
     with pytest.raises(DataError, match="^column 'lock' of the arguments of actor.update has a cell that"):
         packed([batch], "the arguments of actor.update")
