@@ -284,13 +284,13 @@ class exit_on_error:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         if isinstance(error, HybridFlowError):
-            notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             text = error.headline if isinstance(error, WorkerError) and error.explains_itself else error
             print(f"error: {text}{notes}", file=sys.stderr)
             raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
         if isinstance(error, KeyboardInterrupt):
-            print("Interrupted.", file=sys.stderr)
+            print(f"Interrupted.{notes}", file=sys.stderr)
             raise SystemExit(130) from None
 
 

@@ -49,9 +49,11 @@ MAX_FIELDS = 10
 FIELDS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward/mean", ".3f"),
     ("solved", "reward/solved", ".2f"),
+    ("failed", "reward/failed", ".2f"),
     ("accuracy", "evaluate/accuracy", ".3f"),
     ("preferred", "preference/accuracy", ".2f"),
     ("from teacher", "teacher/kl", ".3f"),
+    ("loss", "preference/loss", ".4f"),
     ("loss", "actor/loss", ".4f"),
     ("entropy", "actor/entropy", ".3f"),
     ("grad", "actor/grad_norm", ".2f"),
@@ -377,8 +379,11 @@ def as_json_row(metrics: Mapping[str, float], timestamp: float) -> dict[str, Any
 
 def console_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """One step in at most ``MAX_FIELDS`` fields."""
-    shown = [f"{label} {metrics[name]:{form}}" for label, name, form in FIELDS if name in metrics]
-    return "  ".join([f"step {step}/{total}", *shown[: MAX_FIELDS - 1]])
+    shown: dict[str, str] = {}
+    for label, name, form in FIELDS:
+        if metrics.get(name, 0.0) or (name in metrics and label != "failed"):
+            shown.setdefault(label, f"{label} {metrics[name]:{form}}")
+    return "  ".join([f"step {step}/{total}", *list(shown.values())[: MAX_FIELDS - 1]])
 
 
 def rollout_rows(batch: DataProto, tokenizer: Any) -> Iterator[dict[str, Any]]:

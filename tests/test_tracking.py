@@ -348,8 +348,14 @@ def test_a_console_line_has_at_most_ten_fields() -> None:
     from hybridflow.tracking import FIELDS
 
     line = console_line(3, 20, {name: 1.0 for _, name, _ in FIELDS})
-    assert line.startswith("step 3/20  reward 1.000  solved 1.00  accuracy 1.000  preferred 1.00")
+    assert line.startswith("step 3/20  reward 1.000  solved 1.00  failed 1.00  accuracy 1.000  preferred 1.00")
     assert len(line.split("  ")) == 10
+
+
+def test_a_console_line_says_what_failed_and_the_loss_that_means_something() -> None:
+    assert console_line(1, 2, {"reward/failed": 0.0, "actor/loss": -0.5}) == "step 1/2  loss -0.5000"
+    both = {"reward/failed": 0.25, "preference/loss": 0.693, "actor/loss": -0.5}
+    assert console_line(1, 2, both) == "step 1/2  failed 0.25  loss 0.6930"
 
 
 def test_without_a_terminal_there_are_plain_lines_with_the_time_left(tmp_path: Path) -> None:

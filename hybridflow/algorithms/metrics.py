@@ -102,7 +102,8 @@ def evaluation_metrics(batch: DataProto) -> dict[str, float]:
             ``answer``.
 
     Returns:
-        ``evaluate/accuracy`` (share solved), ``evaluate/reward``, ``evaluate/length``. With n > 1 answers to every
+        ``evaluate/accuracy`` (share solved), ``evaluate/reward`` (mean of the scored answers), ``evaluate/length``,
+        ``evaluate/failed`` (share without a score; they count as not solved). With n > 1 answers to every
         prompt also ``evaluate/pass@k`` for k = 2 to n with the bounds ``/low`` and ``/high`` of its 95 % bootstrap
         interval (pass@1 is the accuracy), and, where the reward function says what answers it has read,
         ``evaluate/majority@n``: see :func:`.evaluation.majority`. Where there are several data sources, all of it for
@@ -124,6 +125,7 @@ def _evaluation(batch: DataProto) -> dict[str, float]:
         "evaluate/accuracy": solved.double().mean().item(),
         "evaluate/reward": batch["rewards"].double().nanmean().item(),
         "evaluate/length": batch.lengths("responses").double().mean().item(),
+        "evaluate/failed": batch["rewards"].isnan().double().mean().item(),
     }
     estimates = pass_at_all_k(solved, groups)
     for k, estimate in estimates.items():

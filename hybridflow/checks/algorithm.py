@@ -333,6 +333,10 @@ def _unread(path: str, settings: Any, names: Iterable[str], because: str) -> Ite
             yield Problem(f"{path}.{name}", f"{path}.{name}={value!r} is ignored: {because}.", warning=True)
 
 
+READ_BY_ALL = (("old_log_probs", "own"),)
+"""Values of settings that mean something whatever is chosen: ``own`` saves a pass of the model with every loss."""
+
+
 def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str, ...]]) -> Iterator[Problem]:
     """Settings that differ from their default, that some choice reads, and the chosen one does not."""
     chosen = getattr(settings, chooser)
@@ -341,6 +345,8 @@ def _ignored(path: str, settings: Any, chooser: str, reads: dict[str, tuple[str,
     some = {name for names in reads.values() for name in names} | {"options"}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
+        if (field.name, value) in READ_BY_ALL:
+            continue
         if field.name in some and field.name not in reads[chosen] and value != getattr(type(settings)(), field.name):
             yield Problem(
                 f"{path}.{field.name}",

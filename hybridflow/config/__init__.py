@@ -106,7 +106,7 @@ class OptimizerConfig(Settings):
         weight_decay: decoupled weight decay of matrices (not of biases and norms).
         clip_grad: largest global gradient norm; 0 turns clipping off.
         warmup_steps: optimizer updates of linear warm-up from 0.
-        schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up, down to ``min_lr`` at update
+        schedule: ``constant``, ``linear`` or ``cosine`` after the warm-up; the last two are at ``min_lr`` after update
             ``decay_steps``.
         decay_steps: updates over which a linear or cosine schedule decays; 0 means all updates of the run. Every
             schedule counts the updates of its own model.

@@ -26,7 +26,7 @@ from hybridflow.controller.placement import make_groups, make_pools
 from hybridflow.controller.run import Run
 from hybridflow.data.pairs import ComparedPairSource, PairSource
 from hybridflow.data.prompts import PromptSource, SupervisedSource
-from hybridflow.errors import PlacementError
+from hybridflow.errors import HybridFlowError, PlacementError
 from hybridflow.models.folder import check_model
 from hybridflow.rewards.components import check_reward
 from hybridflow.tracking import Tracker
@@ -71,7 +71,15 @@ def launch(config: RunConfig) -> Iterator[Run]:
         run = Run(config, plan, groups, source, tracker, store)
         if resumed:
             run.restore(resumed[1])
-        yield run
+        try:
+            yield run
+        except (HybridFlowError, KeyboardInterrupt) as error:
+            if run.saved_step > 0:
+                error.add_note(
+                    f"The last checkpoint is of step {run.saved_step}. Go on with the same command and "
+                    "checkpoint.resume=auto."
+                )
+            raise
         tracker.finish()
 
 

@@ -50,6 +50,7 @@ class Run:
         config: the typed configuration.
         plan: what the checked configuration means: layouts, rows and updates of a step.
         step: number of the current training step, from 1; 0 before the first.
+        saved_step: of the last checkpoint of this run or the one it resumed; -1 where there is none.
         stream: the prompts to come; ``steps`` takes ``data.prompts_per_step`` of them for each step.
         state: numbers of the driver's own that checkpoints keep, such as a multiplier that it adapts. The weight of a
             KL with ``algorithm.kl_target`` is one.
@@ -93,7 +94,7 @@ class Run:
             self._apart["reference"] = join_pools(self.actor, self.reference)
         self._reference_version = 0
         self._ahead: deque[Any] = deque()
-        self._saved = self._synced = -1
+        self.saved_step = self._synced = -1
         self._evaluation_lost = False
 
     # -- the driver's side
@@ -273,7 +274,7 @@ class Run:
         values = {**self.tracker.history(metric), self.step: found[metric]}
         best, since = best_of(values, settings.mode)
         if self.config.checkpoint.keep_best and best == self.step > 0:
-            if self._saved != self.step:
+            if self.saved_step != self.step:
                 self.save()
             self.store.call_best(self.step)
             self._link("best")
@@ -298,7 +299,7 @@ class Run:
             state["reference"] = self._reference_version
             self.store.write_json(folder / "run.json", state)
             save_config(self.config, folder / "config.yaml")
-        self._saved = self.step
+        self.saved_step = self.step
         self._link("model")
         return self.store.folder(self.step)
 
@@ -333,7 +334,7 @@ class Run:
         self.state = dict(saved.get("driver", {}))  # older checkpoints have none
         if isinstance(self._kl, AdaptiveKL):
             self._kl = replace(self._kl, coef=self.state.get(KL_COEF, self._kl.coef))
-        self._saved = self.step
+        self.saved_step = self.step
         self.tracker.say(f"resumed from {folder}: step {self.step} is done")
         if folder.resolve().parent == self.store.root.resolve():
             reported = self.tracker.reported(self.step)
@@ -403,7 +404,7 @@ class Run:
         # A run that is resumed after its last step has been evaluated already.
         if due and not interrupted and "evaluate/accuracy" not in self.tracker.reported(self.step):
             self._evaluate_late()
-        if self._saved != self.step and self.step > 0:
+        if self.saved_step != self.step and self.step > 0:
             self.save()
         if interrupted and self.step == 0:
             self.tracker.say("Interrupted before the first step; nothing was saved.")

@@ -56,7 +56,15 @@ class ActorWorker(TrainedWorker):
         return None if scored is None else DataProto.from_dict(tensors={"log_probs": scored[0], "entropy": scored[1]})
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """As :meth:`TrainedWorker.update`.
+        """Train on the batch: ``actor.epochs`` passes, one optimizer update a mini-batch.
+
+        Args:
+            batch: ``prompts``, ``responses``, ``response_mask`` (or ``loss_mask``, which says which of its tokens
+                train), and what the loss reads: ``advantages``, ``log_probs``, ...
+
+        Returns:
+            Means over the updates and over all data-parallel ranks: the loss and its parts, ``grad_norm``, ``lr``,
+            ``update_skipped``, ``updates``.
 
         Raises:
             DataError: a response has a token that is more than ``max_staleness`` updates older than these weights.

@@ -112,7 +112,7 @@ def test_a_policy_is_as_far_from_its_teacher_as_its_own_tokens_say():
 
 def test_one_answer_a_prompt_has_no_pass_at_k():
     found = evaluation_metrics(answered([True, False], [0, 1], ["a", "a"]))
-    assert set(found) == {"evaluate/accuracy", "evaluate/reward", "evaluate/length"}
+    assert set(found) == {"evaluate/accuracy", "evaluate/reward", "evaluate/length", "evaluate/failed"}
 
 
 def test_staleness_counts_the_steps_since_the_weights_of_an_answer():

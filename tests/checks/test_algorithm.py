@@ -147,6 +147,10 @@ def test_what_is_ignored_is_warned_of(overrides: list[str], message: str, checke
     assert message in warnings[0]
 
 
+def test_the_updates_own_log_probs_save_a_pass_with_every_loss(checked: Callable[..., Plan]) -> None:
+    assert checked("algorithm=rloo", "actor.loss.old_log_probs=own").warnings == ()
+
+
 def test_a_function_of_the_users_own_may_read_anything(checked: Callable[..., Plan], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     own = f"{tmp_path}/mine.py"

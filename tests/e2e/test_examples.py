@@ -33,7 +33,7 @@ SAMPLING = {
     "throughput/tokens_per_second",
     *(f"time/{name}" for name in ("generate", "reward", "log_probs", "ref_log_probs", "advantage", "sync_weights")),
 }
-EVALUATED = {"evaluate/accuracy", "evaluate/reward", "evaluate/length", "time/evaluate"}
+EVALUATED = {"evaluate/accuracy", "evaluate/reward", "evaluate/length", "evaluate/failed", "time/evaluate"}
 KEYS = {"step", "tag", "uid", "group", "prompt", "response", "reward", "solved", "ground_truth", "finish_reason"}
 KEYS |= {"reward_error", "version", "prompt_ids", "response_ids", "log_probs"}
 

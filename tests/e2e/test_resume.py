@@ -94,6 +94,7 @@ def test_a_killed_process_ends_the_run_and_is_named(killed: Killed) -> None:
     )
     assert re.match(named, killed.ended.err)
     assert "a word (Ray's SYSTEM_ERROR, end of file); its log: /" in killed.ended.err
+    assert "The last checkpoint is of step 1. Go on with the same command and" in killed.ended.err
     assert killed.ended.err.count("\n") <= 2 and "(raylet)" not in killed.ended.out
     assert killed.left == []
     assert verify(killed.run_dir / "checkpoints" / "step_000001").step == 1

@@ -106,8 +106,8 @@ def test_each_schedule_ends_with_the_run_though_the_actors_begins_after_the_crit
         critic=CriticConfig(warmup_steps=2, optimizer=falling),
     )
     [rates] = run_ranks(rates_on_rank, 1, config)
-    assert rates["actor"] == pytest.approx([0.005, 0.0])
-    assert rates["critic"] == pytest.approx([0.0075, 0.005, 0.0025, 0.0])
+    assert rates["actor"] == pytest.approx([0.01, 0.005])
+    assert rates["critic"] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
 
 
 def reported_on_rank(rank: int, config: PPOConfig) -> tuple[dict[str, Any], str]:

@@ -32,8 +32,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """The learning rate of optimizer update ``update`` (1-based).
 
-    Linear from ``lr / warmup_steps`` at update 1 to ``lr`` at update ``warmup_steps``; from there constant, or down to
-    ``min_lr`` at update ``decay_steps`` (all ``total_updates`` where it is 0) on a line or half a cosine.
+    Linear from ``lr / warmup_steps`` at update 1 to ``lr`` at update ``warmup_steps`` (``lr`` at update 1 without a
+    warm-up); from there constant, or on a line or half a cosine that is at ``min_lr`` after update ``decay_steps`` (all
+    ``total_updates`` where it is 0), so that the last update still trains.
     """
     if update <= config.warmup_steps:
         return config.lr * update / config.warmup_steps
@@ -42,7 +43,8 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
     if config.schedule not in SCHEDULES:
         raise ConfigError(f"actor.optimizer.schedule={config.schedule!r}.{nearest(config.schedule, SCHEDULES)}")
     end = config.decay_steps or total_updates
-    progress = min(1.0, (update - config.warmup_steps) / max(1, end - config.warmup_steps))
+    peak = max(1, config.warmup_steps)
+    progress = min(1.0, (update - peak) / max(1, end + 1 - peak))
     share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * share
 
