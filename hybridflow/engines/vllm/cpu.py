@@ -6,8 +6,8 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
   behind, and what oneDNN has arranged for itself in its place, and new weights would never be seen. Here that is a
   second copy, made when a layer is first used and dropped when its weights change (:func:`forget_packed`);
 - the weights of experts are not packed at all (:func:`install`);
-- RMSNorm and attention are called directly (:func:`install`): of a step of a small model most of the time is operators
-  that start, not numbers that are multiplied;
+- RMSNorm and attention are called directly (:func:`install`, :func:`call_attention_directly`): of a step of a small
+  model most of the time is operators that start, not numbers that are multiplied;
 - the process's memory policy and ``torch.set_num_threads`` are left alone (:func:`constructing`).
 """
 
@@ -50,11 +50,15 @@ class _PackedLinear:
         self._packed = None
 
 
+_compiled = False
+"""Whether the model that is built now gets compiled: torch cannot look into the packed product."""
+
+
 def _choose_linear(layer: Any, remove_weight: bool) -> None:
     """Stands for vLLM's choice of a matrix product, and leaves ``layer.weight`` alone."""
     from vllm import _custom_ops as operators
 
-    packs = layer.weight.ndim == 2 and not layer.weight.is_meta and operators._supports_onednn
+    packs = layer.weight.ndim == 2 and not layer.weight.is_meta and operators._supports_onednn and not _compiled
     layer.cpu_linear = cast(Any, _PackedLinear(operators) if packs else torch.nn.functional.linear)
 
 
@@ -140,17 +144,23 @@ def install() -> None:
         import vllm.model_executor.layers.utils as layers
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe as experts
         from vllm.model_executor.layers.layernorm import RMSNorm
-        from vllm.platforms import current_platform
     layers.dispatch_cpu_unquantized_gemm = _choose_linear
     cast(Any, RMSNorm).forward_cpu = _rms_norm
-    # Attention is called as it is, not as an operator of torch's: that is for compilers.
-    cast(Any, type(current_platform)).opaque_attention_op = classmethod(lambda cls: False)
     kind: Any = experts.CPUUnquantizedExperts
     kind.process_weights_after_loading = lambda self, layer: None
     kind.apply = _plain_experts
     kind.output_alignment = 1
     # The one for AMX packs too; without it vLLM takes the other.
     experts.X86CPUUnquantizedExperts._supports_current_device = staticmethod(lambda: False)
+
+
+def call_attention_directly(model: torch.nn.Module) -> None:
+    """Of a model that is not compiled: attention is called as it is, not as an operator of torch's."""
+    if platform.current().is_cuda:
+        return
+    for module in model.modules():
+        if hasattr(module, "use_direct_call"):
+            cast(Any, module).use_direct_call = True
 
 
 def engine_options() -> dict[str, Any]:
@@ -190,8 +200,10 @@ def check_head_dim(head_dim: int) -> None:
 
 
 @contextlib.contextmanager
-def constructing() -> Iterator[None]:
-    """Around the construction of an engine: keep what vLLM would change in the whole process."""
+def constructing(compiled: bool) -> Iterator[None]:
+    """Around the construction of an engine, whose model gets compiled or not: keep what vLLM would change in the whole
+    process."""
+    global _compiled
     if platform.current().is_cuda:
         yield
         return
@@ -201,9 +213,11 @@ def constructing() -> Iterator[None]:
     set_num_threads, bind_memory = torch.set_num_threads, operators.init_cpu_memory_env
     # Would bind all memory of the process, the trainer's too, strictly to one NUMA node.
     operators.init_cpu_memory_env = lambda nodes: None
+    _compiled = compiled
     try:
         with _quiet():
             yield
     finally:
+        _compiled = False
         operators.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads

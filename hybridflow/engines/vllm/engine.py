@@ -173,7 +173,7 @@ class RolloutEngine:
             seed=0,
             **cpu.engine_options(),
         )
-        with environment.launched(), cpu.constructing(), _random_state_kept():
+        with environment.launched(), cpu.constructing(not config.enforce_eager), _random_state_kept():
             groups.make(self.layout)
             self._engine = LLMEngine.from_engine_args(args)
             self._engine.renderer.get_eos_token_id()  # warns once that there is no tokenizer, as wanted
@@ -183,6 +183,8 @@ class RolloutEngine:
         self._model: Any = self._engine.model_executor.driver_worker.worker.model_runner.model
         self.memory = EngineMemory(self._engine)
         self._mask_vocabulary()
+        if config.enforce_eager:
+            cpu.call_attention_directly(self._model)
         if not platform.current().is_cuda:
             self._multi_step = MultiStep(self._engine, self._stop_token_ids)
         self._version: int | None = None

@@ -445,3 +445,14 @@ def test_a_prefix_cache_in_use_is_not_called_reset(engine, prompts):
     finally:
         engine._engine.abort_request(["held"])
     engine.weights_changed(0)
+
+
+def test_a_compiled_model_says_what_the_plain_one_does(build, folders, prompts, engine):
+    config = RolloutConfig(max_prompt_tokens=96, max_tokens=64, kv_cache_gb=0.05, enforce_eager=False)
+    compiled = build(folders["tied"], config=config)
+    requests = [Request(prompt, seed, 12) for seed, prompt in enumerate(prompts)]
+    for sampling in (SamplingConfig(temperature=0.0), SamplingConfig()):
+        got, expected = compiled.generate(requests, sampling), engine.generate(requests, sampling)
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+        for mine, theirs in zip(got, expected, strict=True):
+            assert torch.allclose(torch.tensor(mine.log_probs), torch.tensor(theirs.log_probs), rtol=0, atol=1e-4)
