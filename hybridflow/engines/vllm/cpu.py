@@ -6,8 +6,8 @@ vLLM's CPU backend is made for a server that owns its process. Here it shares th
   behind, and what oneDNN has arranged for itself in its place, and new weights would never be seen. Here that is a
   second copy, made when a layer is first used and dropped when its weights change (:func:`forget_packed`);
 - the weights of experts are not packed at all (:func:`install`);
-- RMSNorm and attention are called directly (:func:`install`, :func:`call_attention_directly`): of a step of a small
-  model most of the time is operators that start, not numbers that are multiplied;
+- RMSNorm and attention are called directly (:func:`install`, :func:`constructing`): of a step of a small model most of
+  the time is operators that start, not numbers that are multiplied;
 - the process's memory policy and ``torch.set_num_threads`` are left alone (:func:`constructing`).
 """
 
@@ -154,15 +154,6 @@ def install() -> None:
     experts.X86CPUUnquantizedExperts._supports_current_device = staticmethod(lambda: False)
 
 
-def call_attention_directly(model: torch.nn.Module) -> None:
-    """Of a model that is not compiled: attention is called as it is, not as an operator of torch's."""
-    if platform.current().is_cuda:
-        return
-    for module in model.modules():
-        if hasattr(module, "use_direct_call"):
-            cast(Any, module).use_direct_call = True
-
-
 def engine_options() -> dict[str, Any]:
     """``EngineArgs`` that differ on a CPU."""
     if platform.current().is_cuda:
@@ -208,16 +199,21 @@ def constructing(compiled: bool) -> Iterator[None]:
         yield
         return
     import vllm._custom_ops  # noqa: F401  (loads the operators)
+    from vllm.platforms import current_platform
 
     operators: Any = torch.ops._C
     set_num_threads, bind_memory = torch.set_num_threads, operators.init_cpu_memory_env
     # Would bind all memory of the process, the trainer's too, strictly to one NUMA node.
     operators.init_cpu_memory_env = lambda nodes: None
     _compiled = compiled
+    kind: Any = type(current_platform)
+    is_operator = kind.__dict__["opaque_attention_op"]
+    # Attention is called as it is, not as an operator of torch's, unless a compiler has to see one.
+    kind.opaque_attention_op = classmethod(lambda cls: compiled)
     try:
         with _quiet():
             yield
     finally:
-        _compiled = False
+        _compiled, kind.opaque_attention_op = False, is_operator
         operators.init_cpu_memory_env = bind_memory
         torch.set_num_threads = set_num_threads

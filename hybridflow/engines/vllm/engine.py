@@ -183,8 +183,6 @@ class RolloutEngine:
         self._model: Any = self._engine.model_executor.driver_worker.worker.model_runner.model
         self.memory = EngineMemory(self._engine)
         self._mask_vocabulary()
-        if config.enforce_eager:
-            cpu.call_attention_directly(self._model)
         if not platform.current().is_cuda:
             self._multi_step = MultiStep(self._engine, self._stop_token_ids)
         self._version: int | None = None
