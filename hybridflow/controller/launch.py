@@ -85,10 +85,8 @@ def launch(config: RunConfig) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """A thread that writes samples or reads answers gives way to the driver's own within half a millisecond.
-
-    Python would let it go on for 5 ms, ten times a step.
-    """
+    """A thread that writes samples gives way to the driver's own within half a millisecond; Python would let it go on
+    for 5 ms, also while devices wait for their call."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)
     try:
