@@ -64,6 +64,8 @@ def packed(value: Any, origin: str, made: list[Any] | None = None) -> Any:
                 f"({type(error).__name__}: {error}). Keep what can be pickled, or leave the column out with select."
             ) from error
 
+    if isinstance(value, DataProto):
+        return value.parcel(put, origin)
     return pack(value, lambda part: part.parcel(put, origin) if isinstance(part, DataProto) else part)
 
 

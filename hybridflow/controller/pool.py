@@ -28,6 +28,7 @@ from hybridflow.config import PoolConfig
 from hybridflow.controller import outside
 from hybridflow.controller.line import Asked, Line
 from hybridflow.controller.process import DeviceProcess, Place
+from hybridflow.controller.store import this_node
 from hybridflow.errors import ConfigError, PlacementError, WorkerError
 from hybridflow.platform import CPU, CUDA, Platform
 
@@ -409,7 +410,7 @@ class ResourcePool:
     def _connect(self, node_of: list[str], nodes: Sequence[Node], timeout: float) -> None:
         """From here on the processes do what comes over their lines."""
         address = {node.node_id: node.address for node in nodes}
-        hosts = ["127.0.0.1" if len(nodes) == 1 else address[node] for node in node_of]
+        hosts = ["" if node == this_node() else address[node] for node in node_of]
         listening = [process.listen.remote(host) for process, host in zip(self.processes, hosts, strict=True)]
         addresses = self._wait(listening, timeout, "listen for the driver")
         self._serving = [process.serve.remote() for process in self.processes]
@@ -418,7 +419,7 @@ class ResourcePool:
                 self.lines.append(Line(at, serving))
             except (OSError, EOFError) as error:
                 raise PlacementError(
-                    f"pool {self.name!r}: the driver cannot reach the process of rank {rank} at {at.host}:{at.port} "
+                    f"pool {self.name!r}: the driver cannot reach the process of rank {rank} at {at} "
                     f"({type(error).__name__}: {error}). Let the nodes connect to one another on all ports."
                 ) from error
 

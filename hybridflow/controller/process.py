@@ -180,7 +180,7 @@ class DeviceProcess:
         )
 
     def listen(self, host: str) -> Address:
-        """Open the process's end of its line on an address of its node."""
+        """Open the process's end of its line; see :class:`Served`."""
         self._served = Served(host)
         return self._served.address
 

@@ -11,7 +11,6 @@ that time (:class:`Borrowed`), and what a worker keeps beyond it is fetched befo
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ Address = tuple[bytes, bytes, bytes]
 """Where an object is: its id, the process that owns it, and what that process said of it."""
 
 _ray: Any = global_worker
-"""Ray's own state of this process. Three of its internal calls are used, here and nowhere else."""
+"""Ray's own state of this process. A few of its internal calls are used, here and nowhere else."""
 
 
 def address_of(ref: Any) -> Address:
@@ -147,17 +146,17 @@ class Borrowed:
     """
 
     def __init__(self, batches: Iterable[DataProto], expected: set[str] | None = None) -> None:
-        named = [item for batch in batches for item in batch.columns.items()]
-        self._columns = [weakref.ref(column) for _, column in named]
+        self._named = [item for batch in batches for item in batch.columns.items()]
+        self._columns = [weakref.ref(column) for _, column in self._named]
         self._handles: list[weakref.ref[Stored]] = []
-        self._tensors = [(key, column) for key, column in named if not column.is_object]
         self._expected = expected
         self._parts: list[Part | None] = []
-        for _, column in named:
+        borrow = self._borrow
+        for _, column in self._named:
             if column.entries is None:
-                self._borrow(column.handles)
+                borrow(column.handles)
             else:
-                column.on_touch = self._borrow
+                column.on_touch = borrow
 
     def _borrow(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
@@ -168,13 +167,20 @@ class Borrowed:
     def others(self) -> list[Stored]:
         """What to get beside the parts that are asked for."""
         expected, self._expected = self._expected, None
-        columns = [column for key, column in self._tensors if expected is None or key in expected]
-        return [handle for column in columns for handle in stored_of(column) if handle.node == this_node()]
+        columns = [column for key, column in self._named if expected is None or key in expected]
+        here = this_node()
+        return [
+            handle
+            for column in columns
+            if not column.is_object
+            for handle in stored_of(column)
+            if handle.node == here
+        ]
 
     def read(self) -> set[str]:
         """The tensor columns of which rows have been fetched so far. Ends getting others with them."""
-        tensors, self._tensors = self._tensors, []
-        touched = [(key, column) for key, column in tensors if column.entries is None]
+        named, self._named = self._named, []
+        touched = [(key, column) for key, column in named if column.entries is None and not column.is_object]
         self._parts = [handle._part for _, column in touched for handle in column.handles]
         return {key for key, column in touched if any(handle.asked for handle in stored_of(column))}
 
@@ -184,7 +190,7 @@ class Borrowed:
         Such rows stay in this node's shared memory for as long as they are kept. They are this process's own: where
         they are sent, they are put in the store again.
         """
-        self._tensors = []
+        self._named = []
         for column in (column() for column in self._columns):
             if column is not None:
                 stored_of(column)  # touched, so that its handles are among those that follow
@@ -201,7 +207,6 @@ def stored_of(column: Column) -> list[Stored]:
     return [handle for handle in column.handles if isinstance(handle, Stored)]
 
 
-@functools.cache
 def this_node() -> str:
     """Ray's id of the node that this process runs on."""
-    return ray.get_runtime_context().get_node_id()
+    return _ray.current_node_id.hex()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from numbers import Number
 from typing import Any
 
@@ -57,10 +58,14 @@ def signature(block: Block) -> Signature:
     """Kind, dtype, shape of a row and device."""
     if isinstance(block, np.ndarray):
         return Signature("object")
-    if isinstance(block, Jagged):
-        values = block.values
-        return Signature("jagged", values.dtype, tuple(values.shape[1:]), str(values.device))
-    return Signature("dense", block.dtype, tuple(block.shape[1:]), str(block.device))
+    kind, values = ("jagged", block.values) if isinstance(block, Jagged) else ("dense", block)
+    return _signature(kind, values.dtype, values.shape[1:], values.device)
+
+
+@lru_cache(1024)
+def _signature(kind: str, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> Signature:
+    """One object for columns that are alike, so that most are told to be so by their identity."""
+    return Signature(kind, dtype, tuple(shape), str(device))
 
 
 def check_value(key: str, value: Any) -> None:

@@ -155,7 +155,7 @@ class DataProto:
 
     def __len__(self) -> int:
         """Number of rows; 0 without columns."""
-        return sum(s.size for s in self._shards) or next((len(column) for column in self._columns.values()), 0)
+        return sum([s.size for s in self._shards]) or next((len(column) for column in self._columns.values()), 0)
 
     def keys(self) -> list[str]:
         """Names of all columns."""

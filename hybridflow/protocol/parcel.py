@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -65,8 +65,8 @@ def _portable(key: str, block: Block, put: Put) -> Piece:
     if isinstance(block, np.ndarray):
         return Piece(put(key, block), None, len(block))
     if isinstance(block, Jagged):
-        return Piece(put(key, block.values.detach().cpu()), put(key, block.lengths.cpu()), len(block))
-    return Piece(put(key, block.detach().cpu()), None, len(block))
+        return Piece(put(key, block.values), put(key, block.lengths), len(block))
+    return Piece(put(key, block), None, len(block))
 
 
 def inline_or(store: Callable[[Any], Handle], part: Part, dumps: Callable[..., bytes] = pickle.dumps) -> Handle:
@@ -100,6 +100,7 @@ class Shard:
     def __init__(self, size: int, schema: bytes, table: bytes, names: tuple[bytes, ...]) -> None:
         self.size, self.schema, self.table, self.names = size, schema, table, names
         self.kept: list[Any] = []
+        self._columns: dict[str, Column] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Shard, (self.size, self.schema, self.table, self.names)
@@ -109,32 +110,32 @@ class Shard:
         """Rows as they are sent; what is in this process's memory is given to ``put``."""
         moved: dict[int, Rows] = {}
         columns = {key: portable(key, column, put, moved) for key, column in columns.items()}
-        places: dict[int, int] = {}  # of row numbers and of signatures, by identity: most columns share theirs
-        kinds: dict[Signature, int] = {}
-        rows, heads, entries = [], [], []
-        for key, column in columns.items():
-            if id(column.rows) not in places:
-                places[id(column.rows)] = len(rows)
+        places: dict[int, int] = {}  # of row numbers, by identity: most columns share theirs
+        rows, entries = [], []
+        for column in columns.values():
+            place = places.setdefault(id(column.rows), len(rows))
+            if place == len(rows):
                 index = column.rows.index
                 rows.append((column.rows.sizes, (index.start, index.stop) if isinstance(index, range) else index))
-            if id(column.signature) not in places:
-                places[id(column.signature)] = kinds.setdefault(column.signature, len(kinds))
-            heads.append((key, places[id(column.signature)]))
-            pieces = tuple([piece.entry or _entry(piece) for piece in column.pieces])
-            entries.append((places[id(column.rows)], pieces))
-        schema = [(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds], heads
+            entries.append((place, tuple([piece.as_entry() for piece in column.pieces])))
         names = [handle.name for column in columns.values() for handle in column.handles if handle.name is not None]
         size = len(next(iter(columns.values()), ()))
-        return Shard(size, pickle.dumps(schema, 5), pickle.dumps((rows, entries), 5), tuple(names))
+        schema = _schema(tuple([(key, column.signature) for key, column in columns.items()]))
+        return Shard(size, schema, pickle.dumps((rows, entries), 5), tuple(names))
 
     @property
     def is_open(self) -> bool:
         """Whether somebody in this process has asked for the columns."""
-        return "columns" in self.__dict__
+        return self._columns is not None
 
-    @cached_property
+    @property
     def columns(self) -> dict[str, Column]:
-        """The columns, whose pieces stay pickled until they are touched."""
+        """The columns, whose pieces stay as they came until they are touched."""
+        if self._columns is None:
+            self._columns = self._opened()
+        return self._columns
+
+    def _opened(self) -> dict[str, Column]:
         rows, entries = pickle.loads(self.table)
         numbers = [Rows(sizes, range(*index) if isinstance(index, tuple) else index) for sizes, index in rows]
         columns = {
@@ -163,6 +164,14 @@ class Shard:
 
 
 @lru_cache(64)
+def _schema(signatures: tuple[tuple[str, Signature], ...]) -> bytes:
+    """Pickle of the columns' names and signatures, of which most columns share theirs."""
+    kinds: dict[Signature, int] = {}
+    heads = [(key, kinds.setdefault(signature, len(kinds))) for key, signature in signatures]
+    return pickle.dumps(([(kind.kind, kind.dtype, kind.shape, kind.device) for kind in kinds], heads), protocol=5)
+
+
+@lru_cache(64)
 def _signatures(schema: bytes) -> list[tuple[str, Signature]]:
     """The columns' names and signatures: step after step they are the same."""
     kinds, heads = pickle.loads(schema)
@@ -185,10 +194,6 @@ class Parcel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_parcel, (list(self.shards), self.meta_info)
-
-
-def _entry(piece: Piece) -> bytes:
-    return pickle.dumps((piece.size, *(handle.__reduce__() for handle in piece.handles)), protocol=5)
 
 
 def open_parcel(shards: list[Shard], meta_info: dict[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -110,11 +109,23 @@ class Inline(Handle):
     def __init__(self, data: bytes, dtype: str = "", shape: tuple[int, ...] = ()) -> None:
         self.data, self.dtype, self.shape = data, dtype, shape
 
+    @property
+    def content(self) -> tuple[bytes, str, tuple[int, ...]]:
+        """What it is made of."""
+        return self.data, self.dtype, self.shape
+
     def load(self) -> Part:
         return restore_tensor(self.data, self.dtype, self.shape) if self.dtype else pickle.loads(self.data)
 
+    @staticmethod
+    def joined(parts: Sequence[Inline]) -> torch.Tensor:
+        """The rows of several tensors of one dtype and shape of a row, one after another."""
+        first = parts[0]
+        shape = (sum([part.shape[0] for part in parts]), *first.shape[1:])
+        return restore_tensor(b"".join([part.data for part in parts]), first.dtype, shape)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Inline, (self.data, self.dtype, self.shape)
+        return Inline, self.content
 
 
 def version_of(part: Part | Jagged) -> int:
@@ -135,6 +146,11 @@ def fetch_all(handles: Iterable[Handle]) -> list[Part]:
     return [handle.fetch() for handle in handles]
 
 
+Entry = bytes | tuple[Any, ...]
+"""A piece as it is sent: its size and its handles, pickled so that one which nobody reads costs nothing; of pieces that
+are small a plain tuple of the size and what makes each handle."""
+
+
 class Piece:
     """Rows that one process made.
 
@@ -142,19 +158,29 @@ class Piece:
         data: dense rows, the values of jagged rows, or cells.
         lengths: int64 lengths of jagged rows: read alone by who only counts tokens. None for the other kinds.
         size: number of rows, above 0.
-        entry: the piece as it came from another process and can be sent on: a pickle of its size, and of what makes
-            each of its handles. None where it was made here.
+        entry: the piece as it is sent, where that is known.
     """
 
     __slots__ = ("data", "entry", "lengths", "size")
 
-    def __init__(self, data: Handle, lengths: Handle | None, size: int, entry: bytes | None = None) -> None:
+    def __init__(self, data: Handle, lengths: Handle | None, size: int, entry: Entry | None = None) -> None:
         self.data, self.lengths, self.size, self.entry = data, lengths, size, entry
 
     @staticmethod
-    def of_entry(entry: bytes) -> Piece:
-        size, (kind, arguments), *lengths = pickle.loads(entry)
-        return Piece(kind(*arguments), lengths[0][0](*lengths[0][1]) if lengths else None, size, entry)
+    def of_entry(entry: Entry) -> Piece:
+        size, *parts = pickle.loads(entry) if isinstance(entry, bytes) else entry
+        handles = [part if isinstance(part, Handle) else Inline(*part) for part in parts]
+        return Piece(handles[0], handles[1] if len(handles) > 1 else None, size, entry)
+
+    def as_entry(self) -> Entry:
+        """The piece as it is sent; its handles are portable."""
+        if self.entry is None:
+            small = [handle.content for handle in self.handles if type(handle) is Inline]
+            if len(small) == len(self.handles):
+                self.entry = self.size, *small
+            else:
+                self.entry = pickle.dumps((self.size, *self.handles), protocol=5)
+        return self.entry
 
     @staticmethod
     def local(block: Block) -> Piece:
@@ -167,9 +193,9 @@ class Piece:
         return (self.data,) if self.lengths is None else (self.data, self.lengths)
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> Any:
         """Equal for pieces of the same rows."""
-        return tuple(handle.key for handle in self.handles)
+        return self.data.key if self.lengths is None else (self.data.key, self.lengths.key)
 
     @property
     def is_local(self) -> bool:
@@ -199,27 +225,29 @@ class Column:
         on_touch: called with the handles once they are made.
     """
 
-    entries: tuple[bytes, ...] | None = None
+    entries: tuple[Entry, ...] | None = None
     on_touch: Callable[[list[Handle]], None] | None = None
     _block: Block | None = None
     _version = 0
     _value: Part | None = None
     _lengths: torch.Tensor | None = None
+    pieces: tuple[Piece, ...]
 
     def __init__(self, signature: Signature, pieces: tuple[Piece, ...], rows: Rows) -> None:
         self.signature, self.pieces, self.rows = signature, pieces, rows
 
     @staticmethod
-    def untouched(signature: Signature, entries: tuple[bytes, ...], rows: Rows) -> Column:
+    def untouched(signature: Signature, entries: tuple[Entry, ...], rows: Rows) -> Column:
         """A column as it came from another process."""
         column = object.__new__(Column)
         column.signature, column.entries, column.rows = signature, entries, rows
         return column
 
-    @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        assert self.entries is not None
-        pieces, self.entries = tuple([Piece.of_entry(entry) for entry in self.entries]), None
+    def __getattr__(self, name: str) -> Any:
+        if name != "pieces" or self.entries is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        pieces = self.pieces = tuple([Piece.of_entry(entry) for entry in self.entries])
+        self.entries = None
         if self.on_touch is not None:
             self.on_touch([handle for piece in pieces for handle in piece.handles])
         return pieces
@@ -285,13 +313,25 @@ class Column:
         return block
 
     def _assembled(self) -> Block:
-        if len(self.pieces) == 1 and self.pieces[0].fetched and self.rows.is_whole():
-            return self.pieces[0].block()
+        pieces, whole = self.pieces, self.rows.is_whole()
+        if len(pieces) == 1 and pieces[0].fetched and whole:
+            return pieces[0].block()
         # What is made in inference mode could not be used for training afterwards.
         with torch.inference_mode(False):
+            if whole and (joined := self._joined()) is not None:
+                return joined
             parts: Any = iter(fetch_all(self.handles))
-            blocks = [next(parts) if p.lengths is None else Jagged(next(parts), next(parts)) for p in self.pieces]
+            blocks = [next(parts) if p.lengths is None else Jagged(next(parts), next(parts)) for p in pieces]
             return assemble(self.signature, blocks, self.rows)
+
+    def _joined(self) -> Block | None:
+        """All rows of pieces that have come as bytes, which are one tensor's bytes in a row; None of any others."""
+        parts: Any = self.handles
+        if self.is_object or len(self.pieces) < 2 or not all([type(part) is Inline for part in parts]):
+            return None
+        if self.signature.kind == "dense":
+            return Inline.joined(parts)
+        return Jagged(Inline.joined(parts[::2]), Inline.joined(parts[1::2]))
 
     def value(self) -> Part:
         """The rows as users know them: a tensor [B, ...], nested where jagged, or an object array [B]."""
@@ -324,8 +364,6 @@ class Column:
     @property
     def was_written(self) -> bool:
         """Whether rows that another process made have been written to in place in this one."""
-        if self.entries is not None:
-            return False
         if self._block is not None and not self.is_local and version_of(self._block) != self._version:
             return True
         for piece in self.pieces:  # asked often, and most often nothing has been fetched
@@ -369,14 +407,16 @@ class Column:
                 )
         pieces: dict[Any, tuple[int, Piece]] = {}
         places = tuple(
-            tuple(pieces.setdefault(piece.key, (len(pieces), piece))[0] for piece in column.pieces)
-            for column in columns
+            [
+                tuple([pieces.setdefault(piece.key, (len(pieces), piece))[0] for piece in column.pieces])
+                for column in columns
+            ]
         )
-        known = (tuple(id(column.rows) for column in columns), places)
+        known = (tuple([id(column.rows) for column in columns]), places)
         if known not in shared:
-            sizes = tuple(piece.size for _, piece in pieces.values())
+            sizes = tuple([piece.size for _, piece in pieces.values()])
             shared[known] = Rows.concat([column.rows for column in columns], places, sizes)
-        return Column(first, tuple(piece for _, piece in pieces.values()), shared[known])
+        return Column(first, tuple([piece for _, piece in pieces.values()]), shared[known])
 
 
 def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
@@ -393,6 +433,8 @@ def concat_columns(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
 
 def _common_names(parts: Sequence[Mapping[str, Column]]) -> list[str]:
     """Names of the columns of parts to concatenate. Raises DataError that names what a part lacks."""
+    if all([part.keys() == parts[0].keys() for part in parts]):
+        return list(parts[0])
     names = list(dict.fromkeys(key for part in parts for key in part))
     for index, part in enumerate(parts):
         missing = [key for key in names if key not in part]

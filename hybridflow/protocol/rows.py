@@ -64,7 +64,12 @@ class Rows:
 
     @staticmethod
     def concat(parts: Sequence[Rows], places: Sequence[Sequence[int]], sizes: tuple[int, ...]) -> Rows:
-        """The rows of all parts in order, where piece j of part i is piece ``places[i][j]`` of the result."""
+        """The rows of all parts in order, where piece j of part i is piece ``places[i][j]`` of the result.
+
+        Pieces are numbered as they come.
+        """
+        if sum(map(len, places)) == len(sizes) and all([part.is_whole() for part in parts]):
+            return Rows(sizes, range(sum(sizes)))
         starts = _bounds(sizes)
         moved = []
         for part, place in zip(parts, places, strict=True):

@@ -34,7 +34,7 @@ class Ref:
 class Process:
     """The other end, in a thread, which does what it is told: ``echo`` or ``make`` an object of a name."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "") -> None:
         self.served = Served(host)
         self.made: list[bytes] = []
         self.go_on = threading.Event()
@@ -55,9 +55,19 @@ class Process:
             self.end.set_result(None)
 
 
-@pytest.fixture
-def process() -> Process:
-    return Process()
+@pytest.fixture(params=["", "127.0.0.1"], ids=["unix", "tcp"])
+def process(request: pytest.FixtureRequest) -> Process:
+    """On the driver's node, and on another."""
+    return Process(request.param)
+
+
+def knock(address: lines.Address) -> socket.socket:
+    """A connection of somebody who has no key."""
+    if isinstance(address.at, tuple):
+        return socket.create_connection(address.at)
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(address.at)
+    return stranger
 
 
 class Deaf(Process):
@@ -190,16 +200,15 @@ def test_a_child_that_a_process_forks_has_no_part_of_its_line(process: Process):
 
 
 def test_only_who_has_the_key_is_let_in(process: Process):
-    host, port, _ = process.served.address
+    at = process.served.address.at
     with pytest.raises(AuthenticationError):
-        Client((host, port), authkey=b"guessed")
+        Client(at, family="AF_UNIX" if isinstance(at, bytes) else "AF_INET", authkey=b"guessed")
     line, arrived = Line(process.served.address, process), SimpleQueue()
     assert asked_of(line, arrived, "echo") is arrived.get(timeout=10), "who has it is, afterwards"
 
 
 def test_strangers_that_stay_keep_nobody_waiting(process: Process):
-    host, port, _ = process.served.address
-    strangers = [socket.create_connection((host, port)) for _ in range(4)]
+    strangers = [knock(process.served.address) for _ in range(4)]
     for stranger, said_first in zip(
         strangers, (b"", b"\0\0", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x20half"), strict=True
     ):
@@ -208,14 +217,15 @@ def test_strangers_that_stay_keep_nobody_waiting(process: Process):
     line, arrived = Line(process.served.address, process), SimpleQueue()
     assert asked_of(line, arrived, "echo") is arrived.get(timeout=10)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, port))
+        knock(process.served.address)
     [stranger.close() for stranger in strangers]
 
 
 def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lines, "_HANDSHAKE", 1)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
-        Line(lines.Address(*silent.getsockname(), key=b"any"), process)
+    silent = Served("" if isinstance(process.served.address.at, bytes) else "127.0.0.1")
+    with pytest.raises(OSError):
+        Line(silent.address, process)
 
 
 def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
