@@ -37,6 +37,9 @@ _RAYS_WORD = 5.0
 """Seconds to wait for Ray to say what became of a process whose line is cut. It never does while a child lives that the
 process has forked, which has Ray's sockets too."""
 
+_READ_AT_ONCE = 64 * 1024
+"""Bytes: most calls and answers are smaller."""
+
 _HANDSHAKE = 30
 """Seconds that a process has to let the driver in."""
 
@@ -106,8 +109,7 @@ class Line:
     """
 
     def __init__(self, address: Address, serving: Any) -> None:
-        self._connection = _let_in(address)
-        self._socket = _prompt(self._connection)
+        self._socket = _let_in(address)
         self._queue: deque[_Queued] = deque()
         self._asked: dict[int, Asked] = {}
         self._numbers = itertools.count()
@@ -186,7 +188,7 @@ class Line:
 
     def _send(self, value: Any) -> None:
         try:
-            self._connection.send_bytes(pickle.dumps(value, protocol=5))
+            self._socket.sendall(pickle.dumps(value, protocol=5))
         except OSError:
             pass  # the line is cut, which the listener tells
         except BaseException:
@@ -194,7 +196,7 @@ class Line:
             raise
 
     def _listen(self) -> None:
-        for number, message, names in _received(self._connection):
+        for number, message, names in _received(self._socket):
             asked = self._asked.pop(number)
             asked.leases = [Lease(name, release=self.release) for name in names]
             asked.message = message
@@ -211,6 +213,7 @@ class Line:
             asked.error = self._cut
             asked.settle()
         self.flush()
+        self._socket.close()
 
 
 class Served:
@@ -235,15 +238,15 @@ class Served:
 
     def calls(self) -> Iterator[tuple[Any, ...]]:
         """Number, method and arguments of each call, until the driver is gone or has closed the line."""
-        self._connection = self._accepted()
-        _prompt(self._connection)
-        os.register_at_fork(after_in_child=self._connection.close)  # the line ends with this process
+        self._socket = self._accepted()
+        os.register_at_fork(after_in_child=self._socket.close)  # the line ends with this process
         queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         threading.Thread(target=self._receive, args=(queue,), name="line", daemon=True).start()
         while (call := queue.get()) is not None:
             yield call
+        self._socket.close()
 
-    def _accepted(self) -> Connection:
+    def _accepted(self) -> socket.socket:
         """The driver's connection: who else knocks is not let in, and keeps nobody waiting."""
         let_in: SimpleQueue[Connection] = SimpleQueue()
 
@@ -263,7 +266,7 @@ class Served:
         with self._listener:
             found = let_in.get()
             self._listener.shutdown(socket.SHUT_RDWR)  # to close it would not wake the thread
-            return found
+        return _prompt(found)
 
     def answer(self, number: int, message: Message, made: Sequence[Any]) -> None:
         """Answer a call.
@@ -274,10 +277,10 @@ class Served:
         names = [ref.binary() for ref in made]
         self._made.update(zip(names, made, strict=True))
         with contextlib.suppress(OSError):  # the driver is gone
-            self._connection.send_bytes(pickle.dumps((number, message, names), protocol=5))
+            self._socket.sendall(pickle.dumps((number, message, names), protocol=5))
 
     def _receive(self, queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
-        for value in _received(self._connection):
+        for value in _received(self._socket):
             if isinstance(value, tuple):
                 queue.put(value)
             else:
@@ -309,8 +312,8 @@ def uninterrupted() -> Iterator[None]:
             own(*came[0])
 
 
-def _let_in(address: Address) -> Connection:
-    """The driver's connection to a process, once each has shown the other that it has the key."""
+def _let_in(address: Address) -> socket.socket:
+    """The driver's socket to a process, once each has shown the other that it has the key."""
     if isinstance(address.at, bytes):
         found = socket.socket(socket.AF_UNIX)
         found.connect(address.at)
@@ -321,19 +324,21 @@ def _let_in(address: Address) -> Connection:
     connection = Connection(found.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)
-    return connection
+    return _prompt(connection)
 
 
-def _received(connection: Connection) -> Iterator[Any]:
-    """What comes over a connection, until it ends."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield pickle.loads(connection.recv_bytes())
+def _received(end: socket.socket) -> Iterator[Any]:
+    """The values that come over a line, until it ends."""
+    with open(end.fileno(), "rb", _READ_AT_ONCE, closefd=False) as stream:
+        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # the last one may have come in part
+            while True:
+                yield pickle.load(stream)
 
 
 def _prompt(connection: Connection) -> socket.socket:
     """The socket of a connection, which sends small messages at once, and notices where the other node is gone."""
-    found = socket.socket(fileno=os.dup(connection.fileno()))
+    with connection:
+        found = socket.socket(fileno=os.dup(connection.fileno()))
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # of the handshake
     if found.family != socket.AF_UNIX:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,11 @@ class Inline(Handle):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Inline, self.content
+
+
+def _ordinary() -> AbstractContextManager[Any]:
+    """Tensors made inside can be used for training afterwards, also where the caller is in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def version_of(part: Part | Jagged) -> int:
@@ -316,8 +322,7 @@ class Column:
         pieces, whole = self.pieces, self.rows.is_whole()
         if len(pieces) == 1 and pieces[0].fetched and whole:
             return pieces[0].block()
-        # What is made in inference mode could not be used for training afterwards.
-        with torch.inference_mode(False):
+        with _ordinary():
             if whole and (joined := self._joined()) is not None:
                 return joined
             parts: Any = iter(fetch_all(self.handles))
@@ -345,7 +350,7 @@ class Column:
         if self._block is not None:
             return self._block.lengths  # type: ignore[union-attr]
         if self._lengths is None:
-            with torch.inference_mode(False):
+            with _ordinary():
                 blocks = fetch_all(piece.lengths for piece in self.pieces if piece.lengths is not None)
             kind = Signature("dense", torch.int64, (), self.signature.device)
             self._lengths = assemble(kind, blocks, self.rows)  # type: ignore[assignment]

@@ -183,7 +183,7 @@ def test_a_line_that_is_cut_while_ray_says_nothing_is_a_lost_connection(process:
     arrived.get(timeout=10)
     process.go_on.clear()
     asked = asked_of(line, arrived, "echo")
-    end = socket.fromfd(process.served._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM)
+    end = socket.fromfd(process.served._socket.fileno(), socket.AF_INET, socket.SOCK_STREAM)
     end.shutdown(socket.SHUT_RDWR)
     process.go_on.set()
     assert arrived.get(timeout=10) is asked and "its line is cut" in str(asked.error)
@@ -195,8 +195,8 @@ def test_a_child_that_a_process_forks_has_no_part_of_its_line(process: Process):
     arrived.get(timeout=10)
     child = os.fork()
     if not child:
-        os._exit(0 if process.served._connection.closed else 1)
-    assert os.waitpid(child, 0)[1] == 0 and not process.served._connection.closed
+        os._exit(0 if process.served._socket.fileno() == -1 else 1)
+    assert os.waitpid(child, 0)[1] == 0 and process.served._socket.fileno() != -1
 
 
 def test_only_who_has_the_key_is_let_in(process: Process):
