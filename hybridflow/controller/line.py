@@ -165,12 +165,14 @@ class Line:
 
     def _flush(self) -> None:
         # Nobody waits for the lock: a lease may end inside of this very code, wherever Python collects garbage.
-        while self._ready() and self._sending.acquire(blocking=False):
+        while self._sending.acquire(blocking=False):
             try:
                 while self._ready():
                     self._send_next()
             finally:
                 self._sending.release()
+            if not self._ready():
+                return
 
     def _send_next(self) -> None:
         if self._released:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -157,10 +156,15 @@ class Shard:
     @staticmethod
     def within(shards: Sequence[Shard], wanted: Index) -> list[Shard]:
         """The shards that are just the wanted rows; empty where rows and shards do not coincide."""
-        ends = list(accumulate((shard.size for shard in shards), initial=0))
-        if not isinstance(wanted, range) or wanted.start not in ends or wanted.stop not in ends:
+        if not isinstance(wanted, range):
             return []
-        return list(shards[ends.index(wanted.start) : ends.index(wanted.stop)])
+        start, rows, found = 0, 0, []
+        for shard in shards:
+            if wanted.start <= start and start + shard.size <= wanted.stop:
+                rows += shard.size
+                found.append(shard)
+            start += shard.size
+        return found if rows == len(wanted) else []
 
 
 @lru_cache(64)

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from operator import is_not
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,7 @@ def _pack(value: Any, wrap: Callable[[Any], Any], packed: dict[int, Any], open_i
     open_ids.add(id(value))
     inner = [_pack(cell, wrap, packed, open_ids) for cell in cells]
     open_ids.remove(id(value))
-    unchanged = all(a is b for a, b in zip(inner, cells, strict=True))
-    packed[id(value)] = result = value if unchanged else _with_cells(value, inner)
+    packed[id(value)] = result = _with_cells(value, inner) if any(map(is_not, inner, cells)) else value
     return result
 
 

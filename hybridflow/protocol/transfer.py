@@ -105,7 +105,7 @@ class Call:
 
     def payload(self, of: Callable[[Any], Any]) -> Payload:
         """The arguments, each replaced by ``of(argument)``."""
-        return tuple(of(arg) for arg in self.args), {key: of(value) for key, value in self.kwargs.items()}
+        return tuple([of(arg) for arg in self.args]), {key: of(value) for key, value in self.kwargs.items()}
 
 
 @dataclass(frozen=True)
@@ -255,12 +255,13 @@ def _collector_ranks(layout: Layout) -> list[int]:
 
 def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:
     """Split every batch of the call; rank r takes chunk ``chunk_of[r]``."""
-    if not call.batches:
+    batches = call.batches
+    if not batches:
         return distribute_to_all(layout, call)
     _refuse_per_rank(call)
-    chunks = _choose_rows(layout, call, max(chunk_of) + 1)
-    size = max(len(chunk) for chunk in chunks) if call.uneven == "pad" else 1
-    num_rows = len(call.batches[0])
+    chunks = _choose_rows(layout, call, batches, max(chunk_of) + 1)
+    size = max([len(chunk) for chunk in chunks]) if call.uneven == "pad" else 1
+    num_rows = len(batches[0])
     padding = [max(0, size - len(chunk)) for chunk in chunks]
     rows = [
         [*chunk, *(row % num_rows for row in range(missing))] if missing else chunk
@@ -283,9 +284,11 @@ def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:
     )
 
 
-def _choose_rows(layout: Layout, call: Call, num_chunks: int) -> Sequence[Sequence[int]]:
+def _choose_rows(
+    layout: Layout, call: Call, batches: Sequence[DataProto], num_chunks: int
+) -> Sequence[Sequence[int]]:
     """The rows of each chunk, without padding."""
-    lengths = {len(batch) for batch in call.batches}
+    lengths = {len(batch) for batch in batches}
     if len(lengths) > 1:
         raise DataError(f"{call.where}: its batches have {sorted(lengths)} rows; batches of one call have equal rows.")
     num_rows = lengths.pop()
@@ -294,7 +297,7 @@ def _choose_rows(layout: Layout, call: Call, num_chunks: int) -> Sequence[Sequen
     if call.spread is None:
         chunks: Sequence[Sequence[int]] = chunk_rows(num_rows, num_chunks)
     else:
-        chunks = _spread_rows(call, call.spread(call.batches[0], num_chunks), num_rows)
+        chunks = _spread_rows(call, call.spread(batches[0], num_chunks), num_rows)
         if len(chunks) != num_chunks or sorted(row for chunk in chunks for row in chunk) != list(range(num_rows)):
             raise DataError(
                 f"{call.where}: its spread gave {len(chunks)} chunks with {sum(map(len, chunks))} rows for "
