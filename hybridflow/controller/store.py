@@ -170,11 +170,7 @@ class Borrowed:
         columns = [column for key, column in self._named if expected is None or key in expected]
         here = this_node()
         return [
-            handle
-            for column in columns
-            if not column.is_object
-            for handle in stored_of(column)
-            if handle.node == here
+            handle for column in columns if not column.is_object for handle in stored_of(column) if handle.node == here
         ]
 
     def read(self) -> set[str]:

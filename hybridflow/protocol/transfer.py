@@ -284,9 +284,7 @@ def _split(layout: Layout, call: Call, chunk_of: list[int]) -> Dispatch:
     )
 
 
-def _choose_rows(
-    layout: Layout, call: Call, batches: Sequence[DataProto], num_chunks: int
-) -> Sequence[Sequence[int]]:
+def _choose_rows(layout: Layout, call: Call, batches: Sequence[DataProto], num_chunks: int) -> Sequence[Sequence[int]]:
     """The rows of each chunk, without padding."""
     lengths = {len(batch) for batch in batches}
     if len(lengths) > 1:
