@@ -120,9 +120,16 @@ def remote_rows(plane: Plane, size: int) -> list[Row]:
     process = psutil.Process()
     gc.collect()
     before = process.memory_info().rss
-    read_all: Callable[[], Any] = lambda: plane.sink.read(batch)["total"]
-    read_one: Callable[[], Any] = lambda: plane.sink.read(batch, COLUMNS[:1])["total"]
-    plain_one: Callable[[], Any] = lambda: plane.read_plain(shards, sent=1)
+
+    def read_all() -> torch.Tensor:
+        return plane.sink.read(batch)["total"]
+
+    def read_one() -> torch.Tensor:
+        return plane.sink.read(batch, COLUMNS[:1])["total"]
+
+    def plain_one() -> np.ndarray:
+        return plane.read_plain(shards, sent=1)
+
     whole, plain, part, one_sent, all_sent = in_turn(
         read_all, lambda: plane.read_plain(shards), read_one, plain_one, lambda: plane.read_plain(shards, read=1)
     )
