@@ -15,6 +15,7 @@ from tests.conftest import RAY_ENVIRONMENT
 pytestmark = pytest.mark.ray
 
 TWO_NODES = """
+    import socket
     import time
     import ray
     import torch
@@ -47,6 +48,9 @@ TWO_NODES = """
     readers = ResourcePool("readers", [1, 1], kind="cpu", cores_per_device=0.5).start()
     assert len({place.node_id for place in makers.places}) == len({place.node_id for place in readers.places}) == 2
     maker, reader = group_on(makers, "maker", RowWorker), group_on(readers, "reader", RowWorker)
+    here = ray.get_runtime_context().get_node_id()
+    for line, place in zip(makers.lines, makers.places):
+        assert (line._socket.family == socket.AF_UNIX) == (place.node_id == here), (line._socket, place)
     made = maker.make(DataProto({"x": torch.arange(4)}))
     assert objects() == [1, 1], ("a shard on each node", objects())
     assert reader.first_of(made)["first"].tolist() == [0, 1, 2, 3]

@@ -242,6 +242,25 @@ def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
         data.refuse_written("here")
 
 
+def test_small_pieces_of_several_processes_are_read_as_one_tensor_of_its_own():
+    tensors = {
+        "dense": torch.arange(24, dtype=torch.bfloat16).reshape(6, 2, 2),
+        "flag": torch.tensor([True, False, True, True, False, False]),
+        "jagged": DataProto.jagged([[1, 2], [], [3], [], [], [4, 5, 6]], torch.int16),
+    }
+    parts = [sent(DataProto(tensors)[rows], away_if_large) for rows in (slice(0, 1), slice(1, 5), slice(5, 6))]
+    data = DataProto.concat(parts)
+    assert parts[1]["dense"].shape == (4, 2, 2), "a part that somebody has read is part of the whole all the same"
+    assert all(same(data[key], tensors[key]) for key in tensors) and LOADED == []
+    assert data.lengths("jagged").tolist() == [2, 0, 1, 0, 0, 3]
+    whole = data["dense"]
+    assert whole is data["dense"]
+    whole[0, 0, 0] = 9
+    with pytest.raises(DataError, match="test: column 'dense' was written to in place"):
+        data.refuse_written("test")
+    assert parts[0]["dense"][0, 0, 0] == 0 and DataProto.concat(parts)["dense"][0, 0, 0] == 0
+
+
 def test_cells_may_be_anything_that_the_store_can_pickle():
     data = DataProto({"x": torch.zeros(2)}, {"o": [{"t": torch.ones(2, dtype=torch.bfloat16)}, np.arange(3)]})
     back = sent(data, away_if_large)
