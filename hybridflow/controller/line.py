@@ -4,8 +4,9 @@ Where it stands: ``group.py`` queues calls on the lines of a pool, ``future.py``
 ``process.py`` is the other end. Ray starts the process, watches over it and keeps its objects; a call does not go
 through Ray, which takes 2 ms of two cores to tell four processes something and to hear from them.
 
-Invariants: calls of a line run one at a time, in the order in which they were queued. Each end
-has a thread that always reads, so that neither ever waits for the other to make room. An object that a process has made
+Invariants: calls of a line run one at a time, in the order in which they were queued. Each end has a thread that always
+reads, so that neither ever waits for the other to make room; and who queues a call never waits, also where the process
+has been stopped. An object that a process has made
 for an answer stays in its store until the driver's last :class:`Lease` of it is gone.
 """
 
@@ -166,36 +167,52 @@ class Line:
     def _flush(self) -> None:
         # Nobody waits for the lock: a lease may end inside of this very code, wherever Python collects garbage.
         while self._sending.acquire(blocking=False):
+            whole = True
             try:
-                while self._ready():
-                    self._send_next()
+                while whole and self._ready():
+                    whole = self._send_next()
             finally:
-                self._sending.release()
-            if not self._ready():
+                if whole:
+                    self._sending.release()
+            if not whole or not self._ready():
                 return
 
-    def _send_next(self) -> None:
+    def _send_next(self) -> bool:
+        """See :meth:`_send`."""
         if self._released:
-            names = [self._released.popleft() for _ in range(len(self._released))]
-            self._send(names)
-            return
+            return self._send([self._released.popleft() for _ in range(len(self._released))])
         asked, method, arguments, needs = self._queue.popleft()
         asked.error = self._cut or next((need.error for need in needs if need.error is not None), None)
         if asked.error is not None:
             asked.settle()
-            return
+            return True
         number = next(self._numbers)
         self._asked[number] = asked
-        self._send((number, method, *arguments, *(need.message for need in needs)))
+        return self._send((number, method, *arguments, *(need.message for need in needs)))
 
-    def _send(self, value: Any) -> None:
+    def _send(self, value: Any) -> bool:
+        """Whether it has gone as a whole. A process that does not read just now keeps no caller waiting: a thread
+        sends the rest, and gives the lock back."""
         try:
-            self._socket.sendall(pickle.dumps(value, protocol=5))
+            data, sent = memoryview(pickle.dumps(value, protocol=5)), 0
+            with contextlib.suppress(BlockingIOError):
+                sent = self._socket.send(data, socket.MSG_DONTWAIT)
+            if sent < len(data):
+                threading.Thread(target=self._send_rest, args=(data[sent:],), name="line", daemon=True).start()
+            return sent == len(data)
         except OSError:
-            pass  # the line is cut, which the listener tells
+            return True  # the line is cut, which the listener tells
         except BaseException:
             self._shut(socket.SHUT_RDWR)  # what comes next would be taken for the rest of this
             raise
+
+    def _send_rest(self, data: memoryview) -> None:
+        try:
+            with contextlib.suppress(OSError):  # the line is cut
+                self._socket.sendall(data)
+        finally:
+            self._sending.release()
+        self._flush()
 
     def _listen(self) -> None:
         for number, message, names in _received(self._socket):

@@ -231,31 +231,43 @@ def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process,
 def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
     process, gone = Deaf(), RuntimeError("the actor died")
     line, arrived = Line(process.served.address, process), SimpleQueue()
-    sending = threading.Thread(target=asked_of, args=(line, arrived, "echo", bytes(2**25)), daemon=True)
-    sending.start()
-    sending.join(0.3)
-    assert sending.is_alive(), "more than the sockets hold"
+    asked = [asked_of(line, arrived, "echo", bytes(2**25)) for _ in range(3)]  # more than the sockets hold
+    with pytest.raises(Empty):
+        arrived.get(timeout=0.3)
     process.end.set_exception(gone)
-    assert arrived.get(timeout=10).error is gone
+    assert {id(arrived.get(timeout=10)) for _ in asked} == {id(one) for one in asked}
+    assert all(one.error is gone for one in asked)
+
+
+def test_a_process_that_does_not_read_keeps_nobody_waiting_and_gets_all_of_it_afterwards():
+    process = Deaf()
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    sent = [bytes([n]) * size for n, size in enumerate((2**25, 7, 2**22, 2**10, 2**20))]
+    begin = time.monotonic()
+    for data in sent:
+        asked_of(line, arrived, "echo", data)
+    line.release(b"an object")
+    assert time.monotonic() - begin < 5
+    process.thread.join()
+    come = lines._received(process.connection)
+    found = [next(come) for _ in range(6)]
+    assert found.pop(1) == [b"an object"], "before the calls that have not begun to go"
+    assert found == [(number, "echo", data) for number, data in enumerate(sent)]
 
 
 def test_a_message_that_was_sent_in_part_is_the_last_of_its_line(monkeypatch: pytest.MonkeyPatch):
     class Alarm(Exception):
         pass
 
-    def ring(*_: object) -> None:
+    def ring(*_: object, **__: object) -> None:
         raise Alarm
 
     monkeypatch.setattr(lines, "_RAYS_WORD", 0.1)
     process = Deaf()
     line, arrived = Line(process.served.address, process), SimpleQueue()
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with pytest.raises(Alarm):
-            asked_of(line, arrived, "echo", bytes(2**25))
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with monkeypatch.context() as patch, pytest.raises(Alarm):
+        patch.setattr(threading.Thread, "start", ring)  # of what would send the rest
+        asked_of(line, arrived, "echo", bytes(2**25))
     assert "its line is cut" in str(arrived.get(timeout=10).error)
     late = asked_of(line, arrived, "echo")
     assert arrived.get(timeout=10) is late and "its line is cut" in str(late.error)
