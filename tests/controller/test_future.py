@@ -259,3 +259,21 @@ def test_open_calls_are_known_in_the_order_in_which_they_were_queued(two: Resour
     rollout, two.open_calls = group_on(two, "rollout", RowWorker), Ordered(two.open_calls)
     rollout.work(numbers(3), 0.0)
     assert held == [True]
+
+
+def test_a_process_that_is_stopped_keeps_no_caller_waiting_and_its_calls_have_their_time(fresh_pool: ResourcePool):
+    group = group_on(fresh_pool, "actor")
+    os.kill(fresh_pool.places[1].pid, signal.SIGSTOP)
+    before = time.monotonic()
+    calls = [group.put(str(n), bytes(200_000), timeout=1.0, blocking=False) for n in range(40)]  # 8 MB for each rank
+    assert time.monotonic() - before < 10.0, "what the sockets do not hold is sent later"
+    with pytest.raises(
+        WorkerError, match=r"actor.put failed on rank 1: TimeoutError: no answer within 1 s from ranks \[1\]"
+    ):
+        calls[0].result()
+    for call in calls[1:]:
+        with pytest.raises(WorkerError, match=r"actor.put failed on rank 1.*it was ended, because it did not leave"):
+            call.result()
+    with pytest.raises(WorkerError, match=r"the processes of ranks \[1\], which did not leave it, were ended"):
+        group.facts()
+    assert time.monotonic() - before < 60.0

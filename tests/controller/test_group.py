@@ -433,24 +433,6 @@ def test_a_rank_that_hangs_in_a_collective_after_its_time_is_ended(fresh_pool: R
         group.facts()
 
 
-def test_a_process_that_is_stopped_keeps_no_caller_waiting_and_its_calls_have_their_time(fresh_pool: ResourcePool):
-    group = group_on(fresh_pool, "actor")
-    os.kill(fresh_pool.places[1].pid, signal.SIGSTOP)
-    before = time.monotonic()
-    calls = [group.put(str(n), bytes(200_000), timeout=1.0, blocking=False) for n in range(40)]  # 8 MB for each rank
-    assert time.monotonic() - before < 10.0, "what the sockets do not hold is sent later"
-    with pytest.raises(
-        WorkerError, match=r"actor.put failed on rank 1: TimeoutError: no answer within 1 s from ranks \[1\]"
-    ):
-        calls[0].result()
-    for call in calls[1:]:
-        with pytest.raises(WorkerError, match=r"actor.put failed on rank 1.*it was ended, because it did not leave"):
-            call.result()
-    with pytest.raises(WorkerError, match=r"the processes of ranks \[1\], which did not leave it, were ended"):
-        group.facts()
-    assert time.monotonic() - before < 60.0
-
-
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_time_that_is_none_is_refused(pool: ResourcePool, timeout: float):
     with pytest.raises(ConfigError, match=r"no_time\.nap\(timeout=.*\): give seconds above 0"):
