@@ -13,6 +13,7 @@ for an answer stays in its store until the driver's last :class:`Lease` of it is
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -21,12 +22,13 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from ray.exceptions import ActorUnavailableError
@@ -40,6 +42,9 @@ process has forked, which has Ray's sockets too."""
 
 _READ_AT_ONCE = 64 * 1024
 """Bytes: most calls and answers are smaller."""
+
+_GATHER = 0.005
+"""Seconds that an object which has been let go waits for others: a batch has many on each process."""
 
 _HANDSHAKE = 30
 """Seconds that a process has to let the driver in."""
@@ -118,6 +123,7 @@ class Line:
         self._sending = threading.Lock()
         self._cut: BaseException | None = None
         self._driver = os.getpid()
+        _start_flushing(self._driver)
         self._served: Future[Any] = serving.future()
         # A node that has fallen silent leaves the line open, also under a message that waits for room.
         self._served.add_done_callback(lambda _: self._shut(socket.SHUT_RDWR))
@@ -141,7 +147,7 @@ class Line:
         """The driver has no use any more for an object that the process has made. May be called at any time."""
         if self._cut is None and os.getpid() == self._driver:  # a child that the driver has forked has a copy of it all
             self._released.append(name)
-            self.flush()
+            _to_flush.put(self)
 
     def close(self) -> None:
         """The process ends its service once it has done what is queued."""
@@ -233,6 +239,27 @@ class Line:
             asked.settle()
         self.flush()
         self._socket.close()
+
+
+_to_flush: SimpleQueue[Line] = SimpleQueue()
+"""Lines with objects that have been let go."""
+
+
+@functools.cache
+def _start_flushing(driver: int) -> None:
+    """Start the one thread of a driver that tells processes what has been let go."""
+
+    def flush() -> None:
+        while True:
+            lines = {_to_flush.get()}
+            time.sleep(_GATHER)
+            with contextlib.suppress(Empty):
+                while True:
+                    lines.add(_to_flush.get_nowait())
+            while lines:
+                lines.pop().flush()
+
+    threading.Thread(target=flush, name="lines", daemon=True).start()
 
 
 class Served:

@@ -239,6 +239,16 @@ def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
     assert all(one.error is gone for one in asked)
 
 
+def test_what_is_let_go_together_is_told_in_one_message():
+    process = Deaf()
+    line = Line(process.served.address, process)
+    names = [b"%d" % n for n in range(50)]
+    for name in names:
+        line.release(name)
+    process.thread.join()
+    assert next(lines._received(process.connection)) == names
+
+
 def test_a_process_that_does_not_read_keeps_nobody_waiting_and_gets_all_of_it_afterwards():
     process = Deaf()
     line, arrived = Line(process.served.address, process), SimpleQueue()
