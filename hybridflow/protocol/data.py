@@ -39,7 +39,7 @@ from hybridflow.protocol import meta, serialize
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.item import DataProtoItem
 from hybridflow.protocol.parcel import Parcel, Put, Shard
-from hybridflow.protocol.remote import Column, concat_columns, refuse_difference
+from hybridflow.protocol.remote import ONE_AT_A_TIME, Column, concat_columns, refuse_difference
 from hybridflow.protocol.rows import (
     Index,
     Rows,
@@ -105,8 +105,7 @@ class DataProto:
     def _of(cls, columns: Mapping[str, Column], meta_info: dict[str, Any]) -> DataProto:
         """The columns as a new object, tensors first; ``meta_info`` is kept, not copied."""
         new = object.__new__(cls)
-        new._known = dict(sorted(columns.items(), key=lambda item: item[1].is_object))
-        new.meta_info = meta_info
+        new._known, new.meta_info = dict(sorted(columns.items(), key=lambda item: item[1].is_object)), meta_info
         return new
 
     @classmethod
@@ -118,9 +117,10 @@ class DataProto:
 
     @property
     def _columns(self) -> dict[str, Column]:
-        if self._shards:
-            self._known, self._shards = concat_columns([shard.columns for shard in self._shards]), ()
-        return self._known
+        with ONE_AT_A_TIME:
+            if self._shards:
+                self._known, self._shards = concat_columns([shard.columns for shard in self._shards]), ()
+            return self._known
 
     def _map(self, operation: Callable[[Column], Column]) -> DataProto:
         columns = {key: operation(column) for key, column in self._columns.items()}

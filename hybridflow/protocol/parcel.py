@@ -19,7 +19,7 @@ import torch
 from hybridflow.protocol import columns as col
 from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged
-from hybridflow.protocol.remote import Column, Handle, Inline, Part, Piece
+from hybridflow.protocol.remote import ONE_AT_A_TIME, Column, Handle, Inline, Part, Piece
 from hybridflow.protocol.rows import Index, Rows
 from hybridflow.protocol.serialize import PackedBytes, pack, raw_bytes
 
@@ -130,9 +130,10 @@ class Shard:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns, whose pieces stay as they came until they are touched."""
-        if self._columns is None:
-            self._columns = self._opened()
-        return self._columns
+        with ONE_AT_A_TIME:
+            if self._columns is None:
+                self._columns = self._opened()
+            return self._columns
 
     def _opened(self) -> dict[str, Column]:
         rows, entries = pickle.loads(self.table)

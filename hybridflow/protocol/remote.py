@@ -13,6 +13,7 @@ process may be written to until they are sent, as long as nobody else derived a 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,6 +27,9 @@ from hybridflow.protocol.columns import Block, Signature
 from hybridflow.protocol.jagged import Jagged, is_jagged
 from hybridflow.protocol.rows import Rows
 from hybridflow.protocol.serialize import restore_tensor
+
+ONE_AT_A_TIME = threading.RLock()
+"""Threads of a driver may read one batch: what has come is opened once, so that all have the same handles."""
 
 Part = torch.Tensor | np.ndarray
 """What one handle stands for: dense rows, the values or the lengths of jagged rows, or cells."""
@@ -250,13 +254,14 @@ class Column:
         return column
 
     def __getattr__(self, name: str) -> Any:
-        if name != "pieces" or self.entries is None:
+        if name != "pieces":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        pieces = self.pieces = tuple([Piece.of_entry(entry) for entry in self.entries])
-        self.entries = None
-        if self.on_touch is not None:
-            self.on_touch([handle for piece in pieces for handle in piece.handles])
-        return pieces
+        with ONE_AT_A_TIME:
+            if self.entries is not None:
+                self.pieces, self.entries = tuple([Piece.of_entry(entry) for entry in self.entries]), None
+                if self.on_touch is not None:
+                    self.on_touch(self.handles)
+        return self.__dict__["pieces"]
 
     @staticmethod
     def of(block: Block, rows: Rows | None = None) -> Column:

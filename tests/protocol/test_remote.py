@@ -1,6 +1,9 @@
 """Columns whose rows other processes made: what is fetched when, what travels, and that nobody may write to them."""
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from operator import is_
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import torch
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.remote import Inline, Local
+from hybridflow.protocol.remote import Entry, Inline, Local, Piece
 from tests.protocol.shelf import LOADED, OBJECTS, OnShelf, always_away, away_if_large, in_pieces, same, sent
 from tests.protocol.table import A, B, C, rows, table
 
@@ -240,6 +243,22 @@ def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
     assert not read.is_inference()
     with pytest.raises(DataError, match="'dense' was written to"):
         data.refuse_written("here")
+
+
+def test_threads_that_read_one_batch_open_it_once(monkeypatch: pytest.MonkeyPatch):
+    opened: list[object] = []
+
+    def slowly(entry: Entry, of_entry=Piece.of_entry) -> Piece:
+        opened.append(entry)
+        time.sleep(0.02)
+        return of_entry(entry)
+
+    monkeypatch.setattr(Piece, "of_entry", slowly)
+    data = in_pieces(wide(12), [4])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: data.columns["dense"].handles, range(4)))
+    assert len(opened) == len(set(opened)) == 6, "two pieces of three columns"
+    assert all(map(is_, found[0], each) for each in found[1:]) and [len(each) for each in found] == [2] * 4
 
 
 def test_small_pieces_of_several_processes_are_read_as_one_tensor_of_its_own():
