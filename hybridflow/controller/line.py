@@ -6,8 +6,8 @@ through Ray, which takes 2 ms of two cores to tell four processes something and 
 
 Invariants: calls of a line run one at a time, in the order in which they were queued. Each end has a thread that always
 reads, so that neither ever waits for the other to make room; and who queues a call never waits, also where the process
-has been stopped. An object that a process has made
-for an answer stays in its store until the driver's last :class:`Lease` of it is gone.
+has been stopped. An object that a process has made for an answer stays in its store until the driver's last
+:class:`Lease` of it is gone.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Line:
                 return
 
     def _send_next(self) -> bool:
-        """See :meth:`_send`."""
+        """Send what comes next; see :meth:`_send`."""
         if self._released:
             return self._send([self._released.popleft() for _ in range(len(self._released))])
         asked, method, arguments, needs = self._queue.popleft()
@@ -197,8 +197,12 @@ class Line:
         return self._send((number, method, *arguments, *(need.message for need in needs)))
 
     def _send(self, value: Any) -> bool:
-        """Whether it has gone as a whole. A process that does not read just now keeps no caller waiting: a thread
-        sends the rest, and gives the lock back."""
+        """Send a value with the lock held.
+
+        Returns:
+            Whether it has gone as a whole. A process that does not read just now keeps no caller waiting: a thread
+            sends the rest, and gives the lock back.
+        """
         try:
             data, sent = memoryview(pickle.dumps(value, protocol=5)), 0
             with contextlib.suppress(BlockingIOError):
@@ -257,7 +261,8 @@ def _start_flushing(driver: int) -> None:
                 while True:
                     lines.add(_to_flush.get_nowait())
             while lines:
-                lines.pop().flush()
+                with contextlib.suppress(Exception):  # that line is cut now, which its listener tells
+                    lines.pop().flush()
 
     threading.Thread(target=flush, name="lines", daemon=True).start()
 
