@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.controller.call import Invocation, Share
 from hybridflow.controller.future import Answered, Awaited, DataFuture
 from hybridflow.controller.line import uninterrupted
-from hybridflow.controller.message import message, packed, sendable
+from hybridflow.controller.message import Ready, message, packed, sendable
 from hybridflow.controller.pool import ResourcePool
 from hybridflow.controller.process import load_class
-from hybridflow.errors import ConfigError, PlacementError
+from hybridflow.errors import ConfigError, DataError, PlacementError
 from hybridflow.protocol.data import DataProto
 from hybridflow.protocol.transfer import Call, Dispatch, Protocol
 from hybridflow.resharding.layout import Layout
@@ -153,7 +153,7 @@ class WorkerGroup:
         if not invocation.call.args and not invocation.call.kwargs:
             shares, put = [None] * self.pool.size, []
         else:
-            messages = {key: message(pack) for key, pack in packs.items()}
+            messages = {key: _pickled(pack, origin) for key, pack in packs.items()}
             shares, put = sendable([messages[id(share)] for share in by_rank])
         sends = invocation.protocol.answers
         with uninterrupted(), self.pool.lock:
@@ -206,3 +206,15 @@ class WorkerGroup:
         else:
             cause = f"not called, because {what}. The role itself is whole: call it again if that does not matter."
         raise type(first)(self.role, first.rank, method, self.step, cause, first.traceback)
+
+
+def _pickled(pack: Any, origin: str) -> Ready:
+    """Packed arguments as bytes; raises DataError that names the call where one cannot be pickled."""
+    try:
+        return message(pack)
+    except DataError:
+        raise
+    except Exception as error:  # a value may raise anything when it is pickled
+        raise DataError(
+            f"{origin} cannot be sent to other processes ({type(error).__name__}: {error}). Give what can be pickled."
+        ) from error

@@ -7,6 +7,7 @@ import os
 import pydoc
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -248,8 +249,14 @@ def test_a_future_inside_of_another_value_is_refused_with_what_to_do(pool: Resou
 
 
 def test_values_that_cannot_be_sent_are_the_methods_error(pool: ResourcePool):
+    group = group_on(pool, "unsent")
+    with pytest.raises(
+        DataError, match=r"the arguments of unsent\.put cannot be sent to other processes \(TypeError: c"
+    ):
+        group.put("lock", [threading.Lock()])
+    assert group.nap(0.0) == [0.0, 0.0], "nothing was queued"
     with pytest.raises(WorkerError, match=r"unsent\.unsendable failed on rank \d.*lock"):
-        group_on(pool, "unsent").unsendable()
+        group.unsendable()
 
 
 def test_a_worker_that_cannot_be_built_says_so(pool: ResourcePool):
