@@ -231,7 +231,7 @@ class ResourcePool:
         """Reserve the devices, start one process on each and join them in their world.
 
         Args:
-            timeout: seconds that processes may take to come up.
+            timeout: seconds that processes may take to come up, and again to join their world.
 
         Raises:
             PlacementError: where Ray is not running, the pool does not fit, or a process does not come up.
@@ -247,7 +247,7 @@ class ResourcePool:
         local_rank = [i for count in self.devices for i in range(count)]
         try:
             self._reserve(bundle, node_of, nodes)
-            self._start_processes(bundle, node_of, nodes, time.monotonic() + timeout)
+            self._start_processes(bundle, node_of, nodes, timeout)
             if self.kind == "device":
                 self._join_world(node_of, local_rank, nodes, timeout)
             self._connect(node_of, nodes, timeout)
@@ -377,7 +377,7 @@ class ResourcePool:
             )
 
     def _start_processes(
-        self, bundle: dict[str, float], node_of: list[str], nodes: Sequence[Node], deadline: float
+        self, bundle: dict[str, float], node_of: list[str], nodes: Sequence[Node], timeout: float
     ) -> None:
         address = {node.node_id: node.address for node in nodes}
         actor = ray.remote(DeviceProcess)
@@ -395,7 +395,7 @@ class ResourcePool:
             process.place.remote(address[node], node, len(nodes) == 1)
             for process, node in zip(self.processes, node_of, strict=True)
         ]
-        self.places = self._wait(up, deadline - time.monotonic(), "start")
+        self.places = self._wait(up, timeout, "start")
 
     def _join_world(self, node_of: list[str], local_rank: list[int], nodes: Sequence[Node], timeout: float) -> None:
         address = {node.node_id: node.address for node in nodes}
@@ -432,7 +432,7 @@ class ResourcePool:
             if not ready:
                 raise PlacementError(
                     f"pool {self.name!r}: the processes of ranks {sorted(pending.values())} did not {what} within "
-                    f"{timeout:.0f} s. Give start() a longer timeout if the machine is busy."
+                    f"{timeout:g} s. Give start() a longer timeout if the machine is busy."
                 )
             rank = pending.pop(ready[0])
             try:

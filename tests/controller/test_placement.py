@@ -74,6 +74,16 @@ def test_a_wrong_setting_names_its_field(settings: dict, message: str):
         ResourcePool("p", **settings)
 
 
+def test_a_pool_without_ray_says_what_to_call(monkeypatch: pytest.MonkeyPatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(
+        PlacementError, match=r"pool 'p': Ray is not running in this process\. Call hybridflow\.launch or"
+    ):
+        ResourcePool("p", [1]).start()
+
+
 def test_cores_left_open_are_shared_over_the_smallest_node(monkeypatch: pytest.MonkeyPatch):
     # (8 - 2 * 1.0) / (4 + 2) = 1.0 per device; with 2 cores declared (2 - 0) / 6 = 0.33.
     import ray

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
 from hybridflow.controller.pool import ResourcePool, cluster_nodes
 from hybridflow.errors import PlacementError
@@ -58,6 +59,24 @@ def test_a_pool_larger_than_the_cluster_is_refused_at_once_with_the_arithmetic(p
     assert "free 7 of 8 CPU; 'main' holds 1 CPU; room for 7" in text
     with pytest.raises(PlacementError, match="asked for 2 nodes x 1 devices"):
         ResourcePool("two_nodes", [1, 1]).start()
+
+
+def test_processes_that_do_not_come_up_are_named_and_the_devices_given_back(ray_session: str):
+    pool = ResourcePool("late", [2], cores_per_device=0.5)
+    with pytest.raises(
+        PlacementError, match=r"pool 'late': the processes of ranks \[0, 1\] did not start within 0.01 s\. Give start"
+    ):
+        pool.start(timeout=0.01)
+    assert not pool.started and "late" not in cluster_nodes()[0].taken
+
+    @ray.remote(num_cpus=0)
+    def fail() -> None:
+        raise RuntimeError("no such interface")
+
+    with pytest.raises(
+        PlacementError, match=r"(?s)pool 'late': the process of rank 0 did not start: .*no such interface"
+    ):
+        pool._wait([fail.remote()], 60.0, "start")
 
 
 def test_a_stopped_pool_closes_its_workers_ends_its_processes_and_gives_its_cores_back(
