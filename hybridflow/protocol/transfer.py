@@ -71,7 +71,8 @@ class PerRank(Generic[_Value]):
     values: Sequence[_Value]
 
     def __post_init__(self) -> None:
-        if isinstance(self.values, (str, bytes, Mapping)) or not hasattr(self.values, "__getitem__"):
+        no_list = isinstance(self.values, (str, bytes, Mapping)) or not hasattr(self.values, "__getitem__")
+        if no_list or getattr(self.values, "ndim", 1) == 0:  # a number in an array or tensor has no length
             raise DataError(f"PerRank of a {type(self.values).__name__}: give a list with one value for each rank.")
 
 

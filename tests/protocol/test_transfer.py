@@ -221,6 +221,9 @@ def test_per_rank_values_that_do_not_fit_are_refused():
         for arguments in ((PerRank([1, 2, 3, 4]),), (PerRank([1, 2, 3, 4]), batch_of(4))):
             with pytest.raises(DataError, match="PerRank is for methods registered with ALL_TO_ALL"):
                 transfer_protocol(protocol).distribute(layout, Call(arguments))
+    for value in ("abcd", b"abcd", {0: 1}, {1, 2}, iter([1, 2]), torch.tensor(3), np.array(3), 4):
+        with pytest.raises(DataError, match=f"PerRank of a {type(value).__name__}: give a list with one value for eac"):
+            PerRank(value)  # type: ignore[arg-type]
 
 
 def test_dp_gives_each_rank_its_own_rows_whatever_the_layout():
