@@ -185,6 +185,29 @@ def test_an_update_with_its_own_log_probs_is_the_update_without_the_pass(tmp_pat
         assert own_metrics["entropy"] > 0 and "entropy" not in metrics
 
 
+def cuts_on_rank(rank: int, model: ModelConfig) -> list[list[int]]:
+    """Rows of each micro-batch of 16 tokens; the ranks have rows of 10, 10, 6 and 6 tokens, and of 4 and 4."""
+    from hybridflow.workers.actor import ActorWorker
+    from hybridflow.workers.base import WorkerContext
+
+    config = RunConfig(model=model, actor=ActorConfig(micro_batch_tokens=16))
+    worker = ActorWorker(WorkerContext("actor", rank, ParallelLayout(dp=2), config, {}, "train"))
+    worker.setup()
+    lengths = ((10, 10, 6, 6), (4, 4))[rank]
+    prompts = [torch.zeros(2, dtype=torch.int64) for _ in lengths]
+    responses = [torch.zeros(length - 2, dtype=torch.int64) for length in lengths]
+    micros, _ = worker.cut(prompts, responses, None, range(len(lengths)))
+    return [micro.rows for micro in micros]
+
+
+def test_a_token_budget_gives_every_replica_the_same_number_of_micro_batches(tmp_path: Path):
+    # 10 | 10 + 6 | 6 are three; 4 + 4 fit in one, which is halved, and one without rows makes it three.
+    model = ModelConfig(
+        path=save_tiny_model(tmp_path / "model", "qwen3"), tokenizer_path=save_tokenizer(tmp_path / "words", VOCAB)
+    )
+    assert run_ranks(cuts_on_rank, 2, model) == [[[0], [1, 2], [3]], [[0], [1], []]]
+
+
 def exchanged_on_rank(rank: int, model: ModelConfig) -> tuple[list[str], list[tuple[dict[str, float], torch.Tensor]]]:
     """The collectives of an update beside the engine's own, and what replicas of 3 and 1, and of 2 and 0 tokens, know
     of one another's."""
