@@ -12,7 +12,7 @@ from hybridflow.protocol import columns as col
 from hybridflow.protocol import meta
 from hybridflow.protocol.jagged import Jagged
 from hybridflow.protocol.remote import Column
-from hybridflow.protocol.rows import row_numbers
+from hybridflow.protocol.rows import row_number, row_numbers
 
 DENSE = torch.tensor([[1, 2], [3, 4], [5, 6]])
 OBJECTS = col.as_objects("o", ["a", ["b"], None])
@@ -155,6 +155,11 @@ def test_row_numbers_count_from_the_end_and_read_masks():
         row_numbers(range(4), 3)
     with pytest.raises(DataError, match="with a str"):
         row_numbers("ab", 3)
+    with pytest.raises(DataError, match=r"cannot index rows with \[\[0\], \[1, 2\]\]: use integers or a bool mask \("):
+        row_numbers([[0], [1, 2]], 3)
+    for one in (True, 1.0, torch.tensor(False)):
+        with pytest.raises(DataError, match=r"cannot index one row with (True|False|1\.0): use an int, or a bool mask"):
+            row_number(one, 3)
 
 
 def test_merged_meta_info_is_a_copy_and_names_both_values():

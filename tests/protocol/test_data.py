@@ -303,6 +303,8 @@ def test_rename_keeps_order_and_rows_and_leaves_the_caller():
         data.rename(["rewards", "tokens"], ["x"])
     with pytest.raises(DataError, match="1 old names .* but 2 new names"):
         data.rename(["rewards", "rewards"], ["x", "y"])
+    with pytest.raises(DataError, match=r"rename: column names are strings, not 1 \(int\)"):
+        data.rename("tokens", [1])  # type: ignore[list-item]
 
 
 def test_union_has_the_columns_of_both():
@@ -364,6 +366,16 @@ def test_union_refuses_other_row_numbers_kinds_dtypes_and_meta_info():
 def test_union_with_what_is_no_batch_says_so(other):
     with pytest.raises(DataError, match=rf"union: a {type(other).__name__} is no DataProto; .*\.result\(\)"):
         table().union(other)
+
+
+def test_what_a_table_cannot_hold_is_refused_with_what_to_give():
+    with pytest.raises(DataError, match=r"meta_info is a list: give a dict\."):
+        DataProto(meta_info=[("step", 1)])  # type: ignore[arg-type]
+    for bad in (np.zeros(2), [1, 2], 3):
+        with pytest.raises(
+            DataError, match=rf"column 'a' is a {type(bad).__name__}: give a torch\.Tensor \[B, \.\.\.\]"
+        ):
+            DataProto({"a": bad})  # type: ignore[dict-item]
 
 
 def test_every_error_about_a_column_names_it():  # known fault 10
