@@ -36,7 +36,7 @@ ROW_BYTES = len(COLUMNS) * WIDTH * 4
 MIB = 2**20
 
 Row = tuple[str, str, str, str, str, bool]
-"""What, ours, plain, ratio, target, whether it is met."""
+"""What, ours, what it is held against, ratio, target, whether it is met."""
 
 
 def milliseconds(seconds: float) -> str:
@@ -70,10 +70,10 @@ def each_after(before: Callable[[], Any], *runs: Callable[[], Any], turns: int =
     return [statistics.median(seconds) for seconds in found]
 
 
-def against(what: str, ours: float, plain: float, most: float) -> Row:
-    """A row that compares with plain Ray or plain torch."""
-    ratio = ours / plain
-    return what, milliseconds(ours), milliseconds(plain), f"{ratio:.2f}", f"<= {most:g}", ratio <= most
+def against(what: str, ours: float, other: float, most: float) -> Row:
+    """A row that compares with plain Ray or plain torch, or, where it says so, with another call of ours."""
+    ratio = ours / other
+    return what, milliseconds(ours), milliseconds(other), f"{ratio:.2f}", f"<= {most:g}", ratio <= most
 
 
 def at_most(what: str, ours: float, most: float) -> Row:
@@ -102,12 +102,12 @@ class Plane:
 
 
 def dispatch_seconds(plane: Plane, batches: list[DataProto]) -> list[float]:
-    """Seconds of the driver until a call on each batch is on its way."""
+    """Seconds of the driver until a call that reads all of a batch is on its way, for each batch."""
     found: list[list[float]] = [[] for _ in batches]
-    for _ in range(50):
+    for _ in range(25):
         for batch, seconds in zip(batches, found, strict=True):
             start = time.perf_counter()
-            future = plane.sink.read(batch, COLUMNS[:1], blocking=False)
+            future = plane.sink.read(batch, blocking=False)
             seconds.append(time.perf_counter() - start)
             future.result()
     return [statistics.median(seconds) for seconds in found]
@@ -115,11 +115,12 @@ def dispatch_seconds(plane: Plane, batches: list[DataProto]) -> list[float]:
 
 def remote_rows(plane: Plane, size: int) -> list[Row]:
     """A batch of one group is read by another."""
-    batch, shards = plane.make(size), plane.make_plain(size)
-    assert np.allclose(plane.sink.read(batch)["total"].numpy(), plane.read_plain(shards)), "both sides add up alike"
     process = psutil.Process()
+    plane.sink.read(plane.make(MIB))  # what a first call imports and sets up is no part of a batch
     gc.collect()
     before = process.memory_info().rss
+    batch, shards = plane.make(size), plane.make_plain(size)
+    assert np.allclose(plane.sink.read(batch)["total"].numpy(), plane.read_plain(shards)), "both sides add up alike"
 
     def read_all() -> torch.Tensor:
         return plane.sink.read(batch)["total"]
@@ -142,7 +143,14 @@ def remote_rows(plane: Plane, size: int) -> list[Row]:
         against("    against plain Ray that is sent one reference", part, one_sent, 3.0),
         against(f"    against plain Ray that is sent all {len(COLUMNS)}", part, all_sent, 1.5),
         against("    once, right after all columns, sent one reference", cold, cold_plain, 3.0),
-        (f"driver's memory over 240 reads of {label}", f"{grown:.1f} MiB", "", "", "< 10 MiB", grown < 10),
+        (
+            f"driver's memory: {label} made, and read in all rows above",
+            f"{grown:.1f} MiB",
+            "",
+            "",
+            "< 10 MiB",
+            grown < 10,
+        ),
     ]
 
 
@@ -221,7 +229,7 @@ def empty_rows(plane: Plane) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    head = ("what", "here", "plain", "ratio", "target", "")
+    head = ("what", "here", "against", "ratio", "target", "")
     lines = [head, *((*row[:5], "" if row[5] else "MISSED") for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for line in lines:
