@@ -251,6 +251,12 @@ def test_padding_repeats_rows_from_the_front_and_is_marked():
     assert [chunk.meta_info["padded_rows"] for chunk in chunks] == [0, 1, 1, 1]
     assert [list(rows) for rows in dispatch.rows] == [[0, 1], [2, 0], [3, 0], [4, 0]]
     assert dispatch.padded == (0, 1, 1, 1)
+    uneven = Call((batch,), spread=lambda rows, num_chunks: [[0, 1, 2, 4], [3]])
+    chunks = [
+        args[0]["x"].tolist()
+        for args, _ in transfer_protocol(Protocol.DP).distribute(ParallelLayout(dp=2), uneven).payloads
+    ]
+    assert chunks == [[0, 1, 2, 4], [3, 0, 1, 2]], "one row of the front after another"
     assert len(batch) == 5 and "padded_rows" not in batch.meta_info
 
 
