@@ -130,8 +130,12 @@ class Inline(Handle):
 
 
 def _ordinary() -> AbstractContextManager[Any]:
-    """Tensors made inside can be used for training afterwards, also where the caller is in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    """Tensors made inside can be used for training afterwards, also where the caller is in inference mode or no_grad.
+
+    A column is read once and kept: who reads it first does not decide whether it has its autograd history.
+    """
+    ordinary = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return nullcontext() if ordinary else torch.inference_mode(False)
 
 
 def version_of(part: Part | Jagged) -> int:

@@ -232,6 +232,17 @@ def test_writing_to_a_copy_or_to_rows_of_ones_own_is_allowed():
     assert sent(own)["rewards"].tolist() == [4.0, 2.5, 3.5]
 
 
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_rows_of_this_process_keep_their_history_whoever_reads_them_first(without_grad):
+    weight = torch.tensor(3.0, requires_grad=True)
+    data = DataProto({"x": torch.ones(2) * weight})
+    joined, repeated = DataProto.concat([data, DataProto({"x": torch.ones(1) * weight})]), data.repeat(2)
+    with without_grad():
+        assert joined["x"].tolist() == [3.0] * 3 and repeated["x"].tolist() == [3.0] * 4
+    (joined["x"].sum() + repeated["x"].sum()).backward()
+    assert weight.grad == 7, "3 rows and 4"
+
+
 def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
     data = in_pieces(wide(12), [4])
     with torch.inference_mode():
