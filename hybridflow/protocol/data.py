@@ -118,8 +118,8 @@ class DataProto:
 
     @property
     def _columns(self) -> dict[str, Column]:
-        if self._shards:
-            self._known, self._shards = concat_columns([shard.columns for shard in self._shards]), ()
+        if shards := self._shards:  # another thread may open them at the same time
+            self._known, self._shards = concat_columns([shard.columns for shard in shards]), ()
         return self._known
 
     def _map(self, operation: Callable[[Column], Column]) -> DataProto:

@@ -254,13 +254,17 @@ class Column:
         return column
 
     def __getattr__(self, name: str) -> Any:
-        if name != "pieces" or self.entries is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        pieces = self.pieces = tuple([Piece.of_entry(entry) for entry in self.entries])
-        self.entries = None
-        if self.on_touch is not None:
-            self.on_touch([handle for piece in pieces for handle in piece.handles])
-        return pieces
+        entries = self.entries
+        if name == "pieces" and entries is not None:
+            opened = tuple([Piece.of_entry(entry) for entry in entries])
+            if self.on_touch is not None:
+                self.on_touch([handle for piece in opened for handle in piece.handles])
+            # Of threads that touch it at once, all get what the first one made.
+            self.__dict__.setdefault("pieces", opened)
+            self.entries = None
+        if name == "pieces" and name in self.__dict__:
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
     def of(block: Block, rows: Rows | None = None) -> Column:

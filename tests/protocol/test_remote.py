@@ -1,6 +1,7 @@
 """Columns whose rows other processes made: what is fetched when, what travels, and that nobody may write to them."""
 
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from hybridflow.errors import DataError
 from hybridflow.protocol.data import DataProto
-from hybridflow.protocol.remote import Inline, Local
+from hybridflow.protocol.remote import Inline, Local, Piece
 from tests.protocol.shelf import LOADED, OBJECTS, OnShelf, always_away, away_if_large, in_pieces, same, sent
 from tests.protocol.table import A, B, C, rows, table
 
@@ -241,6 +242,23 @@ def test_rows_of_this_process_keep_their_history_whoever_reads_them_first(withou
         assert joined["x"].tolist() == [3.0] * 3 and repeated["x"].tolist() == [3.0] * 4
     (joined["x"].sum() + repeated["x"].sum()).backward()
     assert weight.grad == 7, "3 rows and 4"
+
+
+def test_threads_that_touch_a_column_at_once_get_the_same_pieces(monkeypatch: pytest.MonkeyPatch):
+    column = sent(wide(4)).columns["dense"]
+    both, pieces = threading.Barrier(2), []
+    of_entry = Piece.of_entry
+
+    def slowly(entry):
+        both.wait(10)
+        return of_entry(entry)
+
+    monkeypatch.setattr(Piece, "of_entry", staticmethod(slowly))
+    threads = [threading.Thread(target=lambda: pieces.append(column.pieces)) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert len(pieces) == 2 and pieces[0] is pieces[1] is column.pieces
+    assert column.__getattr__("pieces") is column.pieces, "what a thread does that another one was quicker than"
 
 
 def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
