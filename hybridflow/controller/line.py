@@ -40,6 +40,10 @@ process has forked, which has Ray's sockets too."""
 _READ_AT_ONCE = 64 * 1024
 """Bytes: most calls and answers are smaller."""
 
+_ROOM = 4 * 1024 * 1024
+"""Bytes that a Unix socket takes before the other end has read them, where the system allows it: as many as TCP. It
+would be 200 kB, and a call that its rank is to run later would wait for a process that keeps Python to itself."""
+
 _HANDSHAKE = 30
 """Seconds that a process has to let the driver in."""
 
@@ -342,7 +346,9 @@ def _prompt(connection: Connection) -> socket.socket:
     with connection:
         found = socket.socket(fileno=os.dup(connection.fileno()))
     found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # of the handshake
-    if found.family != socket.AF_UNIX:
+    if found.family == socket.AF_UNIX:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+    else:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return found

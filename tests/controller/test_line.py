@@ -19,6 +19,7 @@ import pytest
 
 from hybridflow.controller import line as lines
 from hybridflow.controller.line import Asked, Line, Served, uninterrupted
+from hybridflow.controller.message import _SENT_BYTES
 
 
 class Ref:
@@ -226,6 +227,17 @@ def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process,
     silent = Served("" if isinstance(process.served.address.at, bytes) else "127.0.0.1")
     with pytest.raises(OSError):
         Line(silent.address, process)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+def test_the_largest_call_that_goes_over_a_line_does_not_wait_for_the_process_to_read_it(host: str):
+    """One that keeps Python to itself for a while reads nothing."""
+    process = Deaf(host)
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    sending = threading.Thread(target=asked_of, args=(line, arrived, "call", bytes(_SENT_BYTES)), daemon=True)
+    sending.start()
+    sending.join(10)
+    assert not sending.is_alive(), "larger ones go to the store"
 
 
 def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
