@@ -201,7 +201,7 @@ def test_a_child_that_a_process_forks_has_no_part_of_its_line(process: Process):
 
 
 def test_only_who_has_the_key_is_let_in(process: Process):
-    at = process.served.address.at
+    at: Any = process.served.address.at
     with pytest.raises(AuthenticationError):
         Client(at, family="AF_UNIX" if isinstance(at, bytes) else "AF_INET", authkey=b"guessed")
     line, arrived = Line(process.served.address, process), SimpleQueue()
