@@ -350,7 +350,8 @@ class Column:
         """The rows as users know them: a tensor [B, ...], nested where jagged, or an object array [B]."""
         if self._value is None:
             block = self.block()
-            self._value = block.nested() if isinstance(block, Jagged) else block
+            with _ordinary():  # torch cannot nest ordinary tensors in inference mode
+                self._value = block.nested() if isinstance(block, Jagged) else block
         return self._value
 
     def lengths(self) -> torch.Tensor:

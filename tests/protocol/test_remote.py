@@ -271,6 +271,16 @@ def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
         data.refuse_written("here")
 
 
+def test_jagged_rows_are_read_in_inference_mode():
+    data = in_pieces(wide(6), [4])
+    with torch.inference_mode():
+        assert [row.tolist() for row in data["jagged"].unbind()] == [[], [0], [0, 1], [0, 1, 2], [], [0]]
+        assert [row.tolist() for row in data[4:]["jagged"].unbind()] == [[], [0]]
+        again = sent(DataProto({"j": data["jagged"] * 2}), away_if_large)
+        assert again.flat("j").tolist() == again["j"].values().tolist() == [0, 0, 2, 0, 2, 4, 0]
+    assert [row.tolist() for row in data["jagged"].unbind()][3] == [0, 1, 2] and again.lengths("j").sum() == 7
+
+
 def test_cells_may_be_anything_that_the_store_can_pickle():
     data = DataProto({"x": torch.zeros(2)}, {"o": [{"t": torch.ones(2, dtype=torch.bfloat16)}, np.arange(3)]})
     back = sent(data, away_if_large)
