@@ -229,6 +229,25 @@ def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process,
         Line(silent.address, process)
 
 
+def test_a_process_at_whose_door_too_many_stand_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines, "_HANDSHAKE", 1)
+    silent, strangers, given_up = Served(""), [], threading.Event()
+    with pytest.raises(BlockingIOError):
+        while True:
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].setblocking(False)
+            strangers[-1].connect(silent.address.at)
+
+    def connect() -> None:
+        with pytest.raises(OSError):
+            Line(silent.address, None)
+        given_up.set()
+
+    threading.Thread(target=connect, daemon=True).start()
+    assert given_up.wait(10)
+    [stranger.close() for stranger in strangers]
+
+
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 def test_the_largest_call_that_goes_over_a_line_does_not_wait_for_the_process_to_read_it(host: str):
     """One that keeps Python to itself for a while reads nothing."""
