@@ -367,15 +367,22 @@ def _let_in(address: Address) -> socket.socket:
     """The driver's socket to a process, once each has shown the other that it has the key."""
     if isinstance(address.at, bytes):
         found = socket.socket(socket.AF_UNIX)
+        _limit(found, _HANDSHAKE)  # to connect waits where many others have knocked
         found.connect(address.at)
     else:
         found = socket.create_connection(address.at, _HANDSHAKE)
         found.settimeout(None)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE, 0))
+        _limit(found, _HANDSHAKE)
     connection = Connection(found.detach())
     answer_challenge(connection, address.key)
     deliver_challenge(connection, address.key)
     return _prompt(connection)
+
+
+def _limit(end: socket.socket, seconds: int) -> None:
+    """How long to wait for the other end, to say something or to make room; 0 is without end."""
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", seconds, 0))
 
 
 def _received(end: socket.socket) -> Iterator[Any]:
@@ -390,7 +397,7 @@ def _prompt(connection: Connection) -> socket.socket:
     """The socket of a connection, which sends small messages at once, and notices where the other node is gone."""
     with connection:
         found = socket.socket(fileno=os.dup(connection.fileno()))
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))  # of the handshake
+    _limit(found, 0)  # that of the handshake is over
     if found.family != socket.AF_UNIX:
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

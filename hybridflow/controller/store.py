@@ -184,18 +184,19 @@ class Borrowed:
         """The call has ended: what the worker has kept is fetched, since its objects may go at any time now.
 
         Such rows stay in this node's shared memory for as long as they are kept. They are this process's own: where
-        they are sent, they are put in the store again.
+        they are sent, they are put in the store again. Nothing kept leads back here, where all that was read still is.
         """
         self._named = []
         for column in (column() for column in self._columns):
             if column is not None:
                 stored_of(column)  # touched, so that its handles are among those that follow
+                column.on_touch = None
         for handle in (handle() for handle in self._handles):
             if handle is not None:
                 if not handle.fetched:
                     with contextlib.suppress(DataError):  # told when it is read
                         handle.keep(handle.load())
-                handle.portable = False
+                handle.portable, handle.borrowed = False, None
 
 
 def stored_of(column: Column) -> list[Stored]:

@@ -134,8 +134,12 @@ class Inline(Handle):
 
 
 def _ordinary() -> AbstractContextManager[Any]:
-    """Tensors made inside can be used for training afterwards, also where the caller is in inference mode."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    """Tensors made inside can be used for training afterwards, also where the caller is in inference mode or no_grad.
+
+    A column is read once and kept: who reads it first does not decide whether it has its autograd history.
+    """
+    ordinary = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return nullcontext() if ordinary else torch.inference_mode(False)
 
 
 def version_of(part: Part | Jagged) -> int:
@@ -346,8 +350,11 @@ class Column:
     def value(self) -> Part:
         """The rows as users know them: a tensor [B, ...], nested where jagged, or an object array [B]."""
         if self._value is None:
-            block = self.block()
-            self._value = block.nested() if isinstance(block, Jagged) else block
+            value = self.block()
+            if isinstance(value, Jagged):
+                with _ordinary():  # torch cannot nest ordinary tensors in inference mode
+                    value = value.nested()
+            self._value = value
         return self._value
 
     def lengths(self) -> torch.Tensor:

@@ -95,6 +95,8 @@ def restore_tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> torch.Ten
     """The tensor whose elements are in a buffer, without a copy."""
     if 0 in shape:
         return torch.empty(shape, dtype=getattr(torch, dtype))
+    if isinstance(buffer, bytes) and len(buffer) == 1:
+        buffer = bytearray(buffer)  # one object for every b"\1" of the process, which no write may change
     return torch.frombuffer(buffer, dtype=getattr(torch, dtype)).view(shape)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from hybridflow.controller import line as lines
 from hybridflow.controller.line import Asked, Line, Served, uninterrupted
+from hybridflow.controller.message import _SENT_BYTES
 
 
 class Ref:
@@ -200,7 +201,7 @@ def test_a_child_that_a_process_forks_has_no_part_of_its_line(process: Process):
 
 
 def test_only_who_has_the_key_is_let_in(process: Process):
-    at = process.served.address.at
+    at: Any = process.served.address.at
     with pytest.raises(AuthenticationError):
         Client(at, family="AF_UNIX" if isinstance(at, bytes) else "AF_INET", authkey=b"guessed")
     line, arrived = Line(process.served.address, process), SimpleQueue()
@@ -226,6 +227,36 @@ def test_a_process_that_does_not_let_its_driver_in_is_given_up(process: Process,
     silent = Served("" if isinstance(process.served.address.at, bytes) else "127.0.0.1")
     with pytest.raises(OSError):
         Line(silent.address, process)
+
+
+def test_a_process_at_whose_door_too_many_stand_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines, "_HANDSHAKE", 1)
+    silent, strangers, given_up = Served(""), [], threading.Event()
+    with pytest.raises(BlockingIOError):
+        while True:
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].setblocking(False)
+            strangers[-1].connect(silent.address.at)
+
+    def connect() -> None:
+        with pytest.raises(OSError):
+            Line(silent.address, None)
+        given_up.set()
+
+    threading.Thread(target=connect, daemon=True).start()
+    assert given_up.wait(10)
+    [stranger.close() for stranger in strangers]
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+def test_the_largest_call_that_goes_over_a_line_does_not_wait_for_the_process_to_read_it(host: str):
+    """One that keeps Python to itself for a while reads nothing."""
+    process = Deaf(host)
+    line, arrived = Line(process.served.address, process), SimpleQueue()
+    sending = threading.Thread(target=asked_of, args=(line, arrived, "call", bytes(_SENT_BYTES)), daemon=True)
+    sending.start()
+    sending.join(10)
+    assert not sending.is_alive(), "larger ones go to the store"
 
 
 def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():

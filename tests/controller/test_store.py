@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -240,6 +241,19 @@ def test_a_call_remembers_what_it_read_by_the_names_of_its_batch_and_fetches_wha
     borrowed.give_back()
     assert all(handle.fetched and not handle.portable for handle in handles(kept, "wider"))
     assert kept["wider"][:, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_who_keeps_one_column_does_not_keep_the_others_that_were_read(maker: WorkerGroup):
+    made = maker.make_cells(numbers(4))
+    batch = opened(message(packed(made, "the arguments of a call")))
+    borrowed = Borrowed([batch])
+    kept, others = batch.select(["wide"], []), [handle.fetch() for handle in handles(batch, "wider")]
+    assert kept["wide"][:, 0].tolist() == [0, 1, 2, 3] and borrowed.read() == {"wide", "wider"}
+    gone = [weakref.ref(other) for other in others]
+    borrowed.give_back()
+    del batch, borrowed, others
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None] and kept["wide"][:, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_a_call_that_has_failed_keeps_no_objects(maker: WorkerGroup, cpu_pool: ResourcePool):

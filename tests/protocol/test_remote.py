@@ -235,6 +235,17 @@ def test_writing_to_a_copy_or_to_rows_of_ones_own_is_allowed():
     assert sent(own)["rewards"].tolist() == [4.0, 2.5, 3.5]
 
 
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_rows_of_this_process_keep_their_history_whoever_reads_them_first(without_grad):
+    weight = torch.tensor(3.0, requires_grad=True)
+    data = DataProto({"x": torch.ones(2) * weight})
+    joined, repeated = DataProto.concat([data, DataProto({"x": torch.ones(1) * weight})]), data.repeat(2)
+    with without_grad():
+        assert joined["x"].tolist() == [3.0] * 3 and repeated["x"].tolist() == [3.0] * 4
+    (joined["x"].sum() + repeated["x"].sum()).backward()
+    assert weight.grad == 7, "3 rows and 4"
+
+
 def test_rows_read_in_inference_mode_can_be_used_and_checked_outside():
     data = in_pieces(wide(12), [4])
     with torch.inference_mode():
@@ -259,6 +270,14 @@ def test_threads_that_read_one_batch_open_it_once(monkeypatch: pytest.MonkeyPatc
         found = list(pool.map(lambda _: data.columns["dense"].handles, range(4)))
     assert len(opened) == len(set(opened)) == 6, "two pieces of three columns"
     assert all(map(is_, found[0], each) for each in found[1:]) and [len(each) for each in found] == [2] * 4
+
+
+def test_a_write_to_a_column_of_one_byte_changes_nothing_else():
+    data = sent(DataProto({"flag": torch.tensor([True])}), away_if_large)
+    data["flag"].logical_not_()
+    assert bytes([1]) == (1).to_bytes() and [*bytes([1])] == [1], "Python has one object for all of them"
+    with pytest.raises(DataError, match="column 'flag' was written to in place"):
+        data.refuse_written("test")
 
 
 def test_small_pieces_of_several_processes_are_read_as_one_tensor_of_its_own():
