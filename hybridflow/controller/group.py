@@ -111,7 +111,10 @@ class WorkerGroup:
         signature = inspect.Signature(parameters)
 
         def call(*args: Any, blocking: bool = True, timeout: float | None = None, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.role}.{name}{signature}: {error}.") from None
             if timeout is not None and not timeout > 0:
                 raise ConfigError(f"{self.role}.{name}(timeout={timeout!r}): give seconds above 0, or leave it out.")
             future = self._submit(name, registration, bound, timeout or self.timeout)
