@@ -1,6 +1,6 @@
 """What the data plane costs, against plain Ray actors that pass the same tensors by hand, in the same run.
 
-    python benchmarks/data_plane.py           # 4 + 4 workers, up to 1 GB in the object store, about two minutes
+    python benchmarks/data_plane.py           # 4 + 4 workers, up to 1 GB in the object store, under a minute
     python benchmarks/data_plane.py --small   # an eighth of the bytes, to see that it runs
 
 Prints a table: each row a claim, the two times, their ratio and the target. Medians; the sides take turns, of several
@@ -113,6 +113,15 @@ def dispatch_seconds(plane: Plane, batches: list[DataProto]) -> list[float]:
     return [statistics.median(seconds) for seconds in found]
 
 
+def drop_seconds(plane: Plane) -> float:
+    """Seconds of the driver to let go of a batch with an object for each column and worker."""
+    found = []
+    for _ in range(15):
+        batch = [plane.make(8 * MIB)]
+        found.append(once(batch.clear))
+    return statistics.median(found)
+
+
 def remote_rows(plane: Plane, size: int) -> list[Row]:
     """A batch of one group is read by another."""
     process = psutil.Process()
@@ -167,6 +176,7 @@ def own_rows(plane: Plane, small: int, middle: int, large: int) -> list[Row]:
     rows += [
         at_most(f"dispatch of {middle // MIB} MiB to {WORKERS} workers", second, 0.020),
         against(f"dispatch of {large // MIB} MiB against {small // MIB} MiB", third, first, 2.0),
+        at_most(f"drop of a batch of {len(COLUMNS) * WORKERS} objects", drop_seconds(plane), 0.010),
     ]
     batch = batches[-1]
     order = torch.randperm(len(batch))

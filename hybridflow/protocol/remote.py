@@ -381,6 +381,8 @@ class Column:
     @property
     def was_written(self) -> bool:
         """Whether rows that another process made have been written to in place in this one."""
+        if self.entries is not None:
+            return False
         if self._block is not None and not self.is_local and version_of(self._block) != self._version:
             return True
         for piece in self.pieces:  # asked often, and most often nothing has been fetched

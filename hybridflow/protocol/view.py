@@ -152,7 +152,7 @@ def refuse_written(where: str, columns: dict[str, Column]) -> None:
         DataError: names the column that has been written to, and the fix.
     """
     for key, column in columns.items():
-        if column.entries is None and column.was_written:  # most often nobody has asked for it
+        if column.was_written:
             raise DataError(
                 f"{where}: column {key!r} was written to in place, but its rows come from another process and are "
                 f"shared with all who read them. Write to a copy: changed = batch[{key!r}].clone()."

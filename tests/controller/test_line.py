@@ -19,7 +19,6 @@ import pytest
 
 from hybridflow.controller import line as lines
 from hybridflow.controller.line import Asked, Line, Served, uninterrupted
-from hybridflow.controller.message import _SENT_BYTES
 
 
 class Ref:
@@ -246,17 +245,6 @@ def test_a_process_at_whose_door_too_many_stand_is_given_up(monkeypatch: pytest.
     threading.Thread(target=connect, daemon=True).start()
     assert given_up.wait(10)
     [stranger.close() for stranger in strangers]
-
-
-@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_the_largest_call_that_goes_over_a_line_does_not_wait_for_the_process_to_read_it(host: str):
-    """One that keeps Python to itself for a while reads nothing."""
-    process = Deaf(host)
-    line, arrived = Line(process.served.address, process), SimpleQueue()
-    sending = threading.Thread(target=asked_of, args=(line, arrived, "call", bytes(_SENT_BYTES)), daemon=True)
-    sending.start()
-    sending.join(10)
-    assert not sending.is_alive(), "larger ones go to the store"
 
 
 def test_a_process_that_is_gone_ends_a_call_that_waits_for_room():
